@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul
+from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
 from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
@@ -32,14 +32,16 @@ class Kernels:
     norm: FusedKernel
     rope: FusedKernel
     gated: FusedKernel
+    gelu: FusedKernel
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     found = cpu_kernels(2)
-    if found.add_rms_norm is None or found.rope_to_cache is None or found.silu_and_mul is None:
+    norm, rope, gated, gelu = found.add_rms_norm, found.rope_to_cache, found.silu_and_mul, found.gelu_and_mul
+    if norm is None or rope is None or gated is None or gelu is None:
         pytest.skip("no C++ compiler")
-    return Kernels(found.add_rms_norm, found.rope_to_cache, found.silu_and_mul)
+    return Kernels(norm, rope, gated, gelu)
 
 
 @pytest.fixture
@@ -74,6 +76,20 @@ def compare_norm(kernels: Kernels, x: torch.Tensor, delta: torch.Tensor | None, 
     same(x, total)
 
 
+def compare_sandwich(
+    kernels: Kernels, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor | None,
+    delta_weight: torch.Tensor,
+) -> None:  # fmt: skip
+    """The norm of what is added, and then that of the sum or none."""
+    total = x.double() + F.rms_norm(delta.double(), x.shape[-1:], delta_weight.double(), EPS)
+    found = kernels.norm.apply(x, delta, weight, EPS, delta_weight)
+    agree(x, total)
+    if weight is None:
+        assert found is x
+    else:
+        agree(found, F.rms_norm(x.double(), x.shape[-1:], weight.double(), EPS))
+
+
 @dataclass
 class Rotation:
     """Inputs of the second kernel; `args` in its order. Rows of heads lie in a wider buffer, pools too."""
@@ -87,6 +103,7 @@ class Rotation:
     block_size: int = 4
     normed: bool = False
     turned: bool = True
+    whole: bool = False
     seed: int = 0
     args: list[object] = field(init=False)
 
@@ -96,7 +113,8 @@ class Rotation:
         heads = wide[:, : num_heads * self.dim].unflatten(1, (num_heads, self.dim))
         angles = draw(self.rows, self.dim // 2, seed=self.seed + 1)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        weights = 1 + 0.1 * draw(2, self.dim, seed=self.seed + 2)
+        counts = (self.query_heads, self.kv_heads) if self.whole else (1, 1)
+        weights = [1 + 0.1 * draw(count * self.dim, seed=self.seed + 2 + count) for count in counts]
         generator = torch.Generator().manual_seed(self.seed)
         slots = torch.randperm(blocks * self.block_size, generator=generator)[: self.rows]
         pools = torch.full(
@@ -104,7 +122,7 @@ class Rotation:
         )
         self.args = [
             heads, *((cos, sin) if self.turned else (None, None)),
-            *(weights.to(self.dtype) if self.normed else (None, None)), EPS, slots,
+            *(weight.to(self.dtype) if self.normed else None for weight in weights), EPS, slots,
             pools[:, 0, ..., : self.dim], pools[:, 1, ..., : self.dim],
         ]  # fmt: skip
 
@@ -140,6 +158,7 @@ def compare_gated(kernels: Kernels, wide: torch.Tensor) -> None:
     assert found.dtype == wide.dtype
     assert found.t().is_contiguous() if wide.stride(1) != 1 else found.is_contiguous()
     agree(found, F.silu(gate) * up)
+    agree(kernels.gelu.apply(wide), F.gelu(gate, approximate="tanh") * up)
 
 
 def check_shapes(kernels: Kernels) -> None:
@@ -161,16 +180,15 @@ def check_shapes(kernels: Kernels) -> None:
             compare_norm(kernels, x.clone(), delta, weight)
             compare_norm(kernels, x.clone(), delta.t().contiguous().t(), weight)
             compare_norm(kernels, F.pad(x, (0, 3))[:, :columns], delta, weight)
+            compare_sandwich(kernels, x.clone(), delta, weight, draw(columns, dtype=dtype, seed=3))
+            compare_sandwich(kernels, x.clone(), delta.t().contiguous().t(), None, weight)
             compare_gated(kernels, draw(rows, 2 * columns, dtype=dtype))
             compare_gated(kernels, draw(2 * columns, rows, dtype=dtype).t())
             compare_gated(kernels, draw(rows, 2 * columns + 3, dtype=dtype)[:, : 2 * columns])
         for pool_dtype in DTYPES:
             for dim in (2, 6, 16, 24, 64, 80, 100, 128, 256):
-                normed, turned = dim % 16 == 0, dim != 24
-                compare_rotation(
-                    kernels,
-                    Rotation(5, 3, 1, dim, dtype, pool_dtype, block_size=3, normed=normed, turned=turned),
-                )
+                normed, turned, whole = dim % 16 == 0, dim != 24, dim == 80
+                compare_rotation(kernels, Rotation(5, 3, 2, dim, dtype, pool_dtype, 3, normed, turned, whole))
 
 
 def test_shapes_and_dtypes(kernels: Kernels) -> None:
@@ -183,8 +201,9 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     made, helping = (compiled(name, level, find_compiler()) for name in ("glue", "linear"))
     library, caller = loaded(made, threads_of=helping), Caller(2)
     found = Kernels(
-        CpuAddRmsNorm(library, caller), CpuRopeToCache(library, caller), CpuSiluAndMul(library, caller)
-    )
+        CpuAddRmsNorm(library, caller), CpuRopeToCache(library, caller), CpuSiluAndMul(library, caller),
+        CpuGeluAndMul(library, caller),
+    )  # fmt: skip
     check_shapes(found)
     check_special(found)
 
@@ -193,13 +212,15 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
 @given(
     rows=st.integers(1, 40), heads=st.integers(1, 6), kv_heads=st.integers(1, 3), half=st.integers(1, 70),
     dtype=st.sampled_from(DTYPES), pool_dtype=st.sampled_from(DTYPES), block_size=st.integers(1, 17),
-    normed=st.booleans(), turned=st.booleans(), seed=st.integers(0, 99),
+    normed=st.booleans(), turned=st.booleans(), whole=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_random_jobs(
     kernels: Kernels, rows: int, heads: int, kv_heads: int, half: int, dtype: torch.dtype,
-    pool_dtype: torch.dtype, block_size: int, normed: bool, turned: bool, seed: int,
+    pool_dtype: torch.dtype, block_size: int, normed: bool, turned: bool, whole: bool, seed: int,
 ) -> None:  # fmt: skip
-    made = Rotation(rows, heads, kv_heads, 2 * half, dtype, pool_dtype, block_size, normed, turned, seed)
+    made = Rotation(
+        rows, heads, kv_heads, 2 * half, dtype, pool_dtype, block_size, normed, turned, whole, seed
+    )
     compare_rotation(kernels, made)
     x, delta = (draw(rows, half * heads, dtype=dtype, seed=seed + i) for i in range(2))
     compare_norm(kernels, x, delta, draw(half * heads, dtype=dtype, seed=seed))

@@ -201,6 +201,9 @@ def test_rows_are_looked_up(
             matrix.rows(index.int(), to),
         ):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        scaled = (table[index].float() * 2.7).to(wanted)
+        for found in (kernel.gather(table, index, wanted, 2.7), matrix.rows(index, to, 2.7)):
+            torch.testing.assert_close(found, scaled, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_are_not_there_are_not_read(kernel: CpuLinear) -> None:

@@ -28,6 +28,9 @@ MODELS = (
     "qwen3",
     "opt-post-norm-projected",
     "glm4",
+    "gemma2",
+    "gemma3",
+    "olmo2",
     "phi3-longrope-partial",
     "granite",
 )

@@ -140,42 +140,56 @@ class GlueKernel(CheckedKernel):
 
 class AddRmsNorm(GlueKernel):
     """Residual add, then RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Inputs: `x` [T, n], which
-    becomes x + delta; `delta` [T, n] or None; `weight` [n]; `eps`. The result is the RMSNorm of the new x,
-    [T, n] contiguous.
+    becomes x + delta; `delta` [T, n] or None; `weight` [n]; `eps`; and maybe `delta_weight` [n]: x becomes
+    x + RMSNorm(delta). The result is the RMSNorm of the new x, [T, n] contiguous, or without a weight x.
     """
 
     name = "add_rms_norm"
 
     def reference(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float,
+        delta_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if delta is not None and delta_weight is not None:
+            delta = F.rms_norm(delta, x.shape[-1:], delta_weight, eps)
         if delta is not None:
             x.add_(delta)
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return x if weight is None else F.rms_norm(x, x.shape[-1:], weight, eps)
 
-    def _obstacle(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> str:
+    def _obstacle(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float,
+        delta_weight: torch.Tensor | None = None,
+    ) -> str:  # fmt: skip
         dtype, shape = x.dtype, x.shape
-        if dtype not in DTYPES or weight.dtype is not dtype:
-            return f"no kernel for {dtype} with a weight of {weight.dtype}"
-        if len(shape) != 2 or weight.shape != shape[1:]:
-            return f"no rows and weight: {list(shape)}, {list(weight.shape)}"
-        if x.stride(1) != 1 or x.stride(0) < shape[1] or not weight.is_contiguous():
-            return "the weight and each row of x must be contiguous, and rows must not overlap"
+        if dtype not in DTYPES:
+            return f"no kernel for {dtype}"
+        for given in (weight, delta_weight):
+            if given is None:
+                continue
+            if given.dtype is not dtype:
+                return f"no kernel for {dtype} with a weight of {given.dtype}"
+            if len(shape) != 2 or given.shape != shape[1:]:
+                return f"no rows and weight: {list(shape)}, {list(given.shape)}"
+            if not given.is_contiguous():
+                return "the weight must be contiguous"
+        if len(shape) != 2 or x.stride(1) != 1 or x.stride(0) < shape[1]:
+            return "each row of x must be contiguous, and rows must not overlap"
         if delta is None:
-            return self._device_obstacle(x, weight)
-        if delta.dtype is not dtype or delta.shape != shape:
+            if delta_weight is not None:
+                return "a weight for a delta, and none"
+        elif delta.dtype is not dtype or delta.shape != shape:
             return f"delta is {delta.dtype} {list(delta.shape)}, x {dtype} {list(shape)}"
-        return self._device_obstacle(x, weight, delta)
+        return self._device_obstacle(*(t for t in (x, weight, delta, delta_weight) if t is not None))
 
 
 class RopeToCache(GlueKernel):
     """RMSNorm and rotation of queries and keys, in place, then the KV write.
 
     Inputs: `heads` [T, heads, dim], the query, key and value heads of each row; `cos` and `sin` [T, dim / 2],
-    or None for no rotation; `query_weight` and `key_weight` [dim], or None for no norm; `eps`; `slots`, int64
-    [T], each block id x block size + offset in the block; `keys` and `values`, pools [num_blocks, block_size,
-    kv_heads, dim]. Keys and values are stored in the pools' dtype. There is no result. A slot that is given
-    twice holds one of both.
+    or None for no rotation; `query_weight` and `key_weight` [dim], or None for no norm, or as long as all
+    query and all key heads for one norm over each; `eps`; `slots`, int64 [T], each block id x block size +
+    offset in the block; `keys` and `values`, pools [num_blocks, block_size, kv_heads, dim]. Keys and values
+    are stored in the pools' dtype. There is no result. A slot that is given twice holds one of both.
     """
 
     name = "rope_to_cache"
@@ -191,7 +205,8 @@ class RopeToCache(GlueKernel):
         for part, weight in ((query, query_weight), (key, key_weight)):
             rotated = part.double()
             if weight is not None:
-                rotated = F.rms_norm(rotated, rotated.shape[-1:], weight.double(), eps)
+                dims = rotated.shape[1:] if len(weight) > heads.shape[2] else rotated.shape[2:]
+                rotated = F.rms_norm(rotated, dims, weight.double().view(dims), eps)
             if cos is not None and sin is not None:
                 c, s = cos.double()[:, None], sin.double()[:, None]
                 first, second = rotated[..., :half], rotated[..., half:]
@@ -218,11 +233,13 @@ class RopeToCache(GlueKernel):
         if slots.dtype is not torch.int64 or slots.shape != (rows,) or not slots.is_contiguous():
             return f"slots are contiguous int64 [{rows}], not {slots.dtype} {list(slots.shape)}"
         reason = _wrong_angles(cos, sin, rows, dim, dtype)
+        sizes = [None if weight is None else weight.numel() for weight in (query_weight, key_weight)]
+        of_heads = all(size in (None, dim) for size in sizes)
+        if not of_heads and sizes != [(num_heads - 2 * pool[2]) * dim, pool[2] * dim]:
+            reason = f"weights of norms are {dim} values or those of all heads, or None"
         for weight in (query_weight, key_weight):
-            if weight is None:
-                continue
-            if weight.dtype is not dtype or weight.shape != (dim,) or not weight.is_contiguous():
-                reason = f"weights of norms are {dim} contiguous values of {dtype}, or None"
+            if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
+                reason = f"weights of norms are contiguous values of {dtype}"
         optional = (cos, sin, query_weight, key_weight)
         tensors = (heads, slots, keys, values, *(t for t in optional if t is not None))
         return reason or self._device_obstacle(*tensors)
@@ -259,3 +276,13 @@ class SiluAndMul(GlueKernel):
         if wide.ndim != 2 or wide.shape[1] % 2:
             return f"{list(wide.shape)} are no rows of gate and up"
         return self._device_obstacle(wide)
+
+
+class GeluAndMul(SiluAndMul):
+    """The gated activation gelu(gate) x up, by the approximation with tanh. Shapes as of `SiluAndMul`."""
+
+    name = "gelu_and_mul"
+
+    def reference(self, wide: torch.Tensor) -> torch.Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up

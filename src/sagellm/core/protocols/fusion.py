@@ -96,9 +96,9 @@ class StoredMatrix(Matrix, Protocol):
     def store(self, first: int, rows: Any) -> None:
         """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
 
-    def rows(self, index: Any, dtype: Any = None) -> Any:
-        """The weights of some outputs, [len(index), inputs]. `dtype`: the matrix's own, which is the default,
-        or one in which it is multiplied."""
+    def rows(self, index: Any, dtype: Any = None, scale: float = 1.0) -> Any:
+        """The weights of some outputs times `scale`, [len(index), inputs]. `dtype`: the matrix's own, which
+        is the default, or one in which it is multiplied."""
 
 
 class LinearKernel(FusedKernel, Protocol):
@@ -111,9 +111,9 @@ class LinearKernel(FusedKernel, Protocol):
     def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> StoredMatrix:
         """A matrix of zeros, to be filled by `store`."""
 
-    def gather(self, table: Any, index: Any, dtype: Any) -> Any:
-        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k]. The result has the table's dtype or
-        float32."""
+    def gather(self, table: Any, index: Any, dtype: Any, scale: float = 1.0) -> Any:
+        """Rows `index` [n] of a contiguous `table` [m, k] times `scale`, as [n, k]. The result has the
+        table's dtype or float32."""
 
 
 Work = Callable[[], object]
@@ -136,11 +136,12 @@ class KernelSet:
     `linear` and `quantized` as their contracts say. `attention`: of query, pools of keys and values, spans,
     tables and maybe a window and `Scores`.
 
-    `add_rms_norm`: of x [T, n], delta [T, n] or None, weight [n] and eps; x becomes x + delta, the result is
-    its RMSNorm. `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None,
-    query and key weight [dim] or None, eps, slots int64 [T], pools of keys and values; queries and keys are
-    normed and rotated in place, keys and values stored at the slots. `silu_and_mul`: of [T, 2 n], gate
-    beside up.
+    `add_rms_norm`: of x [T, n], delta [T, n] or None, weight [n] or None, eps and maybe a delta weight [n]; x
+    becomes x + delta, or x + RMSNorm(delta) with that weight; the result is its RMSNorm, or x.
+    `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None, query and key
+    weight [dim], or of all heads, or None, eps, slots int64 [T], pools of keys and values; queries and keys
+    are normed and rotated in place, keys and values stored at the slots. `silu_and_mul` and `gelu_and_mul`
+    (gelu by tanh): of [T, 2 n], gate beside up.
 
     `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
     top_p, min_p and a uniform number.
@@ -153,6 +154,7 @@ class KernelSet:
     add_rms_norm: FusedKernel | None = None
     rope_to_cache: FusedKernel | None = None
     silu_and_mul: FusedKernel | None = None
+    gelu_and_mul: FusedKernel | None = None
     draw: FusedKernel | None = None
     quantized: QuantizedKernel | None = None
     record: Capture | None = None

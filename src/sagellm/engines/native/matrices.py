@@ -15,11 +15,11 @@ A quantized matrix that the kernel cannot pack is held as the values of its code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -45,12 +45,18 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return torch.addmm(bias[:, None], weight, columns).t()
 
 
-def look_up(table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `index` of `table` in `dtype`."""
-    return F.embedding(index, table).to(dtype)
+def look_up(table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Rows `index` of `table` in `dtype`, times `scale`."""
+    rows = F.embedding(index, table).to(dtype)
+    return rows if scale == 1.0 else rows * scale
 
 
-LookUp = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+class LookUp(Protocol):
+    """A function as `look_up`."""
+
+    def __call__(
+        self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, scale: float = 1.0, /
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +81,8 @@ class Dense:
     def store(self, first: int, rows: torch.Tensor) -> None:
         self.weight[first : first + len(rows)].copy_(rows)
 
-    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.look_up(self.weight, index, dtype or self.dtype)
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
+        return self.look_up(self.weight, index, dtype or self.dtype, scale)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None

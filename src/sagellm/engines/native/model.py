@@ -34,12 +34,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
 }
+_TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 NO_KERNELS = KernelSet()
 Angles = tuple[torch.Tensor, torch.Tensor]
 """The cos and sin of a step's positions, each [T, dim / 2]."""
-Stream = tuple[torch.Tensor, torch.Tensor | None]
-"""The residual stream [T, hidden], and what is still to be added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,10 @@ class Mixture:
     shared: Mlp | None
 
 
+Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
+"""The residual stream [T, hidden], what is still to be added to it, and the norm of that, if any."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused. `scores` is
@@ -147,7 +150,7 @@ class DecoderModel:
         linear = kernels.linear
         rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
         self._ropes = [RopeTable(rope, device, dtype, rows_of) for rope in ropes]
-        self._embed_scale = float(torch.tensor(spec.embed_scale).to(dtype))
+        self._gate = self._kernels.silu_and_mul or self._kernels.gelu_and_mul
 
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
@@ -166,40 +169,49 @@ class DecoderModel:
         return None if latent is None else partial(fewer_expanded, latent, self.spec.num_heads)
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows; writes new K and V to `kv`."""
-        return self.head(self.hidden(step, kv), output)
+    def forward(
+        self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None, *, limited: bool = True
+    ) -> torch.Tensor:
+        """Logits [S, vocab] of the sampled rows, `limited` or not. Writes new K and V to `kv`."""
+        hidden = self.hidden(step, kv)
+        return self.head(hidden, output) if limited else self._product(hidden, output)
 
     def hidden(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
         """The head's input [S, hidden] for the sampled rows. Call it in inference mode. Writes the new K and
         V to `kv`.
         """
-        x, delta = self._embedded(step), None
+        stream: Stream = self._embedded(step), None, None
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            x, delta = self._attention(layer, i, x, delta, step, kv, [*angles, None][layer.rope])
+            stream = self._attention(layer, i, stream, step, kv, [*angles, None][layer.rope])
             if i == last and step.sampled is not None:
-                x, delta = _sum(x, delta)[step.sampled], None
-            x, delta = self._mlp(layer, x, delta)
-        x = self._add_norm(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
+                x, delta, weight = stream
+                stream = x[step.sampled], None if delta is None else delta[step.sampled], weight
+            stream = self._mlp(layer, stream)
+        x = self._add_norm(stream, self._final_norm if self.spec.final_norm else None)
         return x if self._project_out is None else self._project_out.multiply(x)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [S, vocab] of `hidden` rows, in inference mode. They are float32, or float64 for a float64
         model, and lie in `output` if that is given.
         """
+        return self.limited(self._product(hidden, output))
+
+    def limited(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`, changed to lie within the model's limits."""
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _product(self, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
         if output is None:
             dtype = torch.promote_types(self._dtype, torch.float32)
             output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
         logits: torch.Tensor = self._head.multiply(hidden, None, output)
-        cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
-        x: torch.Tensor = self._embed.rows(step.tokens, self._dtype)
-        if self._embed_scale != 1:
-            x = x * self._embed_scale
+        x: torch.Tensor = self._embed.rows(step.tokens, self._dtype, self.spec.embed_scale)
         if self._project_in is not None:
             x = self._project_in.multiply(x)
         if self._positions is not None:
@@ -207,28 +219,28 @@ class DecoderModel:
         return x
 
     def _attention(
-        self, layer: DecoderLayer, index: int, x: torch.Tensor, delta: torch.Tensor | None, step: StepInputs,
-        kv: PagedKV, angles: Angles | None,
+        self, layer: DecoderLayer, index: int, stream: Stream, step: StepInputs, kv: PagedKV,
+        angles: Angles | None,
     ) -> Stream:  # fmt: skip
         spec = self.spec
-        qkv = layer.qkv(self._sublayer_input(x, delta, layer.attn_norm))
+        qkv = layer.qkv(self._sublayer_input(stream, layer.attn_norm))
         if layer.latent is not None:
             assert angles is not None
             plan, slots = step.attention[layer.kind], step.slots[layer.kind[0]]
             mixed = layer.latent.attend(plan, kv, index, qkv, slots, angles, layer.scores)
         else:
-            heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
+            heads = qkv.contiguous().view(len(qkv), -1, spec.head_dim)
             self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
             sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
             query, key, value = torch.split(heads, sizes, dim=1)
             mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
         delta = layer.attn_out(mixed.flatten(1))
-        return self._sublayer_output(x, delta, layer.attn_norm, layer.attn_out_norm)
+        return self._sublayer_output(stream[0], delta, layer.attn_norm, layer.attn_out_norm)
 
-    def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
-        seen, mlp = self._sublayer_input(x, delta, layer.mlp_norm), layer.mlp
+    def _mlp(self, layer: DecoderLayer, stream: Stream) -> Stream:
+        seen, mlp = self._sublayer_input(stream, layer.mlp_norm), layer.mlp
         delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen)
-        return self._sublayer_output(x, delta, layer.mlp_norm, layer.mlp_out_norm)
+        return self._sublayer_output(stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
 
     def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
         return mlp.down(self._activated(mlp.up(x)))
@@ -242,30 +254,28 @@ class DecoderModel:
         mixed = compute_experts(mlp.experts, route(spec, logits, mlp.correction), x, self._activated)
         return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, x)
 
-    def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
-        """The input of a sublayer; adds `delta` to `x`."""
-        if self.spec.norm_place in ("input", "both"):
-            return self._add_norm(x, delta, norm)
-        return x if delta is None else x.add_(delta)
+    def _sublayer_input(self, stream: Stream, norm: NormWeights) -> torch.Tensor:
+        return self._add_norm(stream, norm if self.spec.norm_place in ("input", "both") else None)
 
-    def _add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
-        """Adds `delta` to `x`; returns the norm of that."""
-        if self._kernels.add_rms_norm is not None:
-            normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
+    def _add_norm(self, stream: Stream, norm: NormWeights | None) -> torch.Tensor:
+        """Brings the residual stream up to date. Returns its norm, or without one itself."""
+        x, delta, out_norm = stream
+        kernel = self._kernels.add_rms_norm
+        if kernel is not None and (delta is not None or norm is not None):
+            weight, own = norm and norm.weight, out_norm and out_norm.weight
+            normed: torch.Tensor = kernel.apply(x, delta, weight, self.spec.norm_eps, own)
             return normed
         if delta is not None:
-            x.add_(delta)
-        return self._norm(x, norm)
+            x.add_(delta if out_norm is None else self._norm(delta, out_norm))
+        return x if norm is None else self._norm(x, norm)
 
     def _sublayer_output(
         self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights, out_norm: NormWeights
     ) -> Stream:
         place = self.spec.norm_place
         if place == "residual":
-            return self._norm(x + delta, norm), None
-        if place != "input":
-            delta = self._add_norm(delta.contiguous(), None, out_norm)
-        return x, delta
+            return self._norm(x + delta, norm), None, None
+        return x, delta, None if place == "input" else out_norm
 
     def _rope_to_cache(
         self, layer: DecoderLayer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor,
@@ -292,8 +302,8 @@ class DecoderModel:
         experts = self.spec.experts
         if experts is not None and experts.swiglu_limit is not None:
             return clamped_swiglu(wide, experts.swiglu_limit, experts.swiglu_alpha)
-        if self._kernels.silu_and_mul is not None:
-            product: torch.Tensor = self._kernels.silu_and_mul.apply(wide)
+        if self._gate is not None:
+            product: torch.Tensor = self._gate.apply(wide)
             return product
         if not self.spec.gated_mlp:
             return self._activation(wide)
@@ -305,10 +315,6 @@ class DecoderModel:
         if self.spec.rms_norm:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
-
-
-def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    return x if delta is None else x + delta
 
 
 def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0) -> NormWeights:
@@ -382,17 +388,21 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     heads = ones(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     pool = ones(1, 1, spec.num_kv_heads, spec.head_dim)
     angles = ones(1, spec.head_dim // 2) if spec.rope else None
-    weight = ones(spec.head_dim) if spec.qk_norm else None
+    weights = [
+        ones(count * spec.head_dim if spec.qk_norm == "all" else spec.head_dim) if spec.qk_norm else None
+        for count in (spec.num_heads, spec.num_kv_heads)
+    ]
     slots = torch.zeros(1, dtype=torch.long, device=device)
-    rotation = heads, angles, angles, weight, weight, spec.norm_eps, slots, pool, pool
+    rotation = heads, angles, angles, *weights, spec.norm_eps, slots, pool, pool
     can_norm = spec.rms_norm and spec.norm_place != "residual"
-    can_rotate = spec.qk_norm != "all" and (spec.rms_norm or not spec.qk_norm)
-    can_gate = spec.gated_mlp and spec.activation in ("silu", "swish")
+    can_rotate = spec.rms_norm or not spec.qk_norm
+    by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in _TANH_GELU
     return replace(
         kernels,
         add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
         rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
-        silu_and_mul=_usable(kernels.silu_and_mul, wide) if can_gate else None,
+        silu_and_mul=_usable(kernels.silu_and_mul, wide) if spec.gated_mlp and by_silu else None,
+        gelu_and_mul=_usable(kernels.gelu_and_mul, wide) if spec.gated_mlp and by_gelu else None,
     )
 
 

@@ -109,7 +109,7 @@ class RecordedSteps:
             self._record(size)
         else:
             replay()
-        return self._logits_of[len(spans)]
+        return self._model.limited(self._logits_of[len(spans)])
 
     def _ensure_length(self, length: int) -> None:
         """Discard recordings that are too short for `length`; new ones have twice the room. Recorded steps
@@ -126,7 +126,7 @@ class RecordedSteps:
         """Record a step by running it on the current inputs."""
         self._model.extend_to(self._length - 1)
         step = self._inputs.step(size, self._length - 1)
-        work = partial(self._model.forward, step, self._kv, self._logits_of[size])
+        work = partial(self._model.forward, step, self._kv, self._logits_of[size], limited=False)
         self._replays[size] = self._capture(work)
 
 

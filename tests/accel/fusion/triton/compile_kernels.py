@@ -53,11 +53,11 @@ def attention(
 
 def glue(dtype: str) -> Iterator[Case]:
     own = f"*{dtype}"
-    names = ("x", "delta", "weight", "output")
+    names = ("x", "delta", "delta_weight", "weight", "output")
     yield (
         add_rms_norm_kernel,
         dict.fromkeys(names, own) | {"eps": "fp32"},
-        {"COLUMNS": 4096, "PADDED": 4096, "ADDS": True},
+        {"COLUMNS": 4096, "PADDED": 4096, "ADDS": True, "NORMS_DELTA": True, "NORMS": True},
     )
     rotated = ("heads", "cos", "sin", "query_weight", "key_weight", "keys", "values")
     constants = {
@@ -65,7 +65,8 @@ def glue(dtype: str) -> Iterator[Case]:
         "TURNS": True, "NORMS_QUERY": True, "NORMS_KEY": True,
     }  # fmt: skip
     yield rope_to_cache_kernel, dict.fromkeys(rotated, own) | {"slots": "*i64", "eps": "fp32"}, constants
-    yield silu_and_mul_kernel, {"wide": own, "output": own}, {"TILE": 1024}
+    for gelu in (False, True):
+        yield silu_and_mul_kernel, {"wide": own, "output": own}, {"TILE": 1024, "GELU": gelu}
 
 
 def cases(*, every: bool) -> Iterator[Case]:

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from sagellm.accel.fusion.triton.glue import TritonAddRmsNorm, TritonRopeToCache, TritonSiluAndMul
+from sagellm.accel.fusion.triton.glue import (
+    TritonAddRmsNorm,
+    TritonGeluAndMul,
+    TritonRopeToCache,
+    TritonSiluAndMul,
+)
 from sagellm.core.errors import KernelError
 from tests.accel.fusion.triton.scenes import DEVICE, DTYPES
 
@@ -35,13 +40,15 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     columns=st.integers(1, 300),
     dtype=st.sampled_from(DTYPES),
     adds=st.booleans(),
+    sandwich=st.sampled_from([(False, True), (True, True), (True, False)]),
     strided=st.booleans(),
     bad=st.none() | st.sampled_from(BAD),
     seed=st.integers(0, 99),
 )
 def test_add_rms_norm(
-    rows: int, columns: int, dtype: torch.dtype, adds: bool, strided: bool, bad: float | None, seed: int
-) -> None:
+    rows: int, columns: int, dtype: torch.dtype, adds: bool, sandwich: tuple[bool, bool], strided: bool,
+    bad: float | None, seed: int,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
     width = columns + (5 if strided else 0)
     x, delta, weight = (randn(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (columns,)))
@@ -52,8 +59,13 @@ def test_add_rms_norm(
     added = delta[:, :columns] if adds else None
     if adds and strided:  # as a projection may return it
         added = delta[:, :columns].t().contiguous().t()
-    close(kernel.apply(mine, added, weight, 1e-6), kernel.reference(theirs, added, weight, 1e-6))
-    torch.testing.assert_close(mine, theirs, atol=0, rtol=0, equal_nan=True)
+    delta_weight = randn(columns, dtype=dtype) if adds and sandwich[0] else None
+    inputs = added, weight if sandwich[1] else None, 1e-6, delta_weight
+    close(kernel.apply(mine, *inputs), kernel.reference(theirs, *inputs))
+    if delta_weight is None:
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0, equal_nan=True)
+    else:
+        close(mine, theirs)
 
 
 @settings(max_examples=15)
@@ -114,6 +126,7 @@ def test_silu_and_mul(
         wide = wide.t().contiguous().t()
     kernel = TritonSiluAndMul()
     close(kernel.apply(wide), kernel.reference(wide))
+    close(TritonGeluAndMul().apply(wide), TritonGeluAndMul().reference(wide))
 
 
 def test_what_they_refuse() -> None:

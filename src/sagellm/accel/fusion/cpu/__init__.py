@@ -9,7 +9,7 @@ from functools import partial
 
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul
+from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
 from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
 from sagellm.accel.fusion.cpu.linear import CpuLinear
 from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear
@@ -41,6 +41,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             CpuAddRmsNorm(glue, caller),
             CpuRopeToCache(glue, caller),
             CpuSiluAndMul(glue, caller),
+            CpuGeluAndMul(glue, caller),
             quantized=CpuQuantizedLinear(quantized, caller),
             record=partial(caller.record, kernel_function(linear, "sagellm_replay")),
         )

@@ -12,11 +12,13 @@
 #include "numbers.h"
 #include "vector.h"
 
-// y = RMSNorm(x) weight, of rows x columns. If there is a delta, x first becomes x + delta. Strides are those of rows,
-// in elements; elements of a row are contiguous; all have one type.
+// y = RMSNorm(x) weight, of rows x columns; without a weight there is no y. If there is a delta, x first becomes
+// x + delta, or with a delta weight x + RMSNorm(delta) delta_weight. Strides are those of rows, in elements; elements
+// of a row are contiguous; all have one type.
 struct AddNorm {
     void *x;
     const void *delta;
+    const void *delta_weight;
     const void *weight;
     void *y;
     int64_t rows, columns, x_stride, delta_stride, y_stride;
@@ -32,7 +34,7 @@ struct Slots {
 
 // A row holds query, key and value heads, one after the other. Queries and keys get their RMSNorm (null weights: none)
 // and are rotated in place by cos and sin [rows, dim / 2] (null: no rotation). Keys and values are copied to `slots`,
-// each block x block size + token.
+// each block x block size + token. If `whole`, a norm is over all query heads and one over all key heads.
 struct Rotate {
     void *heads;
     const void *cos;
@@ -43,15 +45,15 @@ struct Rotate {
     Slots keys, values;
     int64_t rows, query_heads, kv_heads, dim, row_stride, angle_stride, num_blocks, block_size;
     float eps;
-    int32_t type, pool_type;
+    int32_t type, pool_type, whole;
 };
 
-// y = silu(gate) up, each of rows x columns. A row of the input is its gate, then its up.
+// y = silu(gate) up, or gelu(gate) up, each of rows x columns. A row of the input is its gate, then its up.
 struct Gated {
     const void *gate;
     void *y;
     int64_t rows, columns, gate_stride, y_stride;
-    int32_t type;
+    int32_t type, gelu;
 };
 
 #if defined(__AVX512F__)
@@ -134,19 +136,30 @@ template <typename T>
 void add_norm(const AddNorm &job, int64_t row) {
     T *x = static_cast<T *>(job.x) + row * job.x_stride;
     const T *delta = job.delta ? static_cast<const T *>(job.delta) + row * job.delta_stride : nullptr;
-    T *y = static_cast<T *>(job.y) + row * job.y_stride;
     Squares squares;
-    if (delta)
+    if (delta && job.delta_weight) {
+        const T *weight = static_cast<const T *>(job.delta_weight);
+        Squares own;
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) { own.add(take(delta + i, left)); });
+        const Vector scale = all(own.scale(job.columns, job.eps));
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) {
+            const Vector normed = multiply(multiply(take(delta + i, left), scale), take(weight + i, left));
+            put(x + i, take(x + i, left) + normed, left);
+            squares.add(take(x + i, left));
+        });
+    } else if (delta)
         by_vectors(0, job.columns, [&](int64_t i, int64_t left) {
             put(x + i, take(x + i, left) + take(delta + i, left), left);
             squares.add(take(x + i, left));
         });
     else
         by_vectors(0, job.columns, [&](int64_t i, int64_t left) { squares.add(take(x + i, left)); });
+    if (!job.weight) return;
+    T *y = static_cast<T *>(job.y) + row * job.y_stride;
     norm(x, static_cast<const T *>(job.weight), squares.scale(job.columns, job.eps), job.columns, y);
 }
 
-// RMSNorm of one head in place.
+// RMSNorm of one head in place, or of several.
 template <typename T>
 void norm_head(T *head, const T *weight, int64_t dim, float eps) {
     Squares squares;
@@ -186,9 +199,14 @@ void rotate(const Rotate &job, int64_t row) {
     const T *cos = static_cast<const T *>(job.cos), *sin = static_cast<const T *>(job.sin);
     const int64_t angles = row * job.angle_stride, turned = job.query_heads + job.kv_heads;
     const int64_t block = job.slots[row] / job.block_size, token = job.slots[row] % job.block_size;
+    if (job.whole) {
+        const int64_t queries = job.query_heads * job.dim;
+        norm_head(head, static_cast<const T *>(job.query_weight), queries, job.eps);
+        norm_head(head + queries, static_cast<const T *>(job.key_weight), job.kv_heads * job.dim, job.eps);
+    }
     for (int64_t h = 0; h < turned; h++, head += job.dim) {
         const void *weight = h < job.query_heads ? job.query_weight : job.key_weight;
-        if (weight) norm_head(head, static_cast<const T *>(weight), job.dim, job.eps);
+        if (weight && !job.whole) norm_head(head, static_cast<const T *>(weight), job.dim, job.eps);
         if (cos) rotate_head(head, cos + angles, sin + angles, job.dim / 2);
         const int64_t kv_head = h - job.query_heads;
         if (kv_head >= 0) copy_head(head, place<P>(job.keys, block, token, kv_head), job.dim);
@@ -206,15 +224,18 @@ inline Vector exponential(Vector x) {
     return multiply(root, root);
 }
 
-// gate / (1 + exp(-gate)) times up, for columns [first, last) of a row.
-template <typename T>
+// gate / (1 + exp(-z)) times up, for columns [first, last) of a row. z is the gate; for gelu, by its approximation
+// with tanh (Hendrycks and Gimpel 2016), it is 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+template <typename T, bool GELU>
 void gated(const Gated &job, int64_t row, int64_t first, int64_t last) {
     const T *gate = static_cast<const T *>(job.gate) + row * job.gate_stride, *up = gate + job.columns;
     T *y = static_cast<T *>(job.y) + row * job.y_stride;
     by_vectors(first, last, [&](int64_t i, int64_t left) {
         const Vector g = take(gate + i, left);
-        const Vector silu = g / (all(1.0f) + exponential(difference(zero(), g)));
-        put(y + i, multiply(silu, take(up + i, left)), left);
+        Vector z = g;
+        if constexpr (GELU) z = multiply(multiply(g, all(1.5957691f)), multiply_add(multiply(g, g), all(0.044715f), all(1.0f)));
+        const Vector activated = g / (all(1.0f) + exponential(difference(zero(), z)));
+        put(y + i, multiply(activated, take(up + i, left)), left);
     });
 }
 
@@ -283,7 +304,9 @@ EXPORTED int32_t sagellm_gated(const Gated *job, int32_t threads) {
         in_tasks(job->rows * pieces, elements, threads, [&](int64_t begin, int64_t end) {
             for (int64_t at = begin; at < end; at++) {
                 const int64_t first = at % pieces * GATED_COLUMNS, last = first + GATED_COLUMNS;
-                gated<decltype(number)>(*job, at / pieces, first, last < job->columns ? last : job->columns);
+                const int64_t stop = last < job->columns ? last : job->columns;
+                if (job->gelu) gated<decltype(number), true>(*job, at / pieces, first, stop);
+                else gated<decltype(number), false>(*job, at / pieces, first, stop);
             }
         });
         return DONE;

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
+from sagellm.accel.fusion.checked_kernels import AddRmsNorm, GeluAndMul, RopeToCache, SiluAndMul
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers, structure
 
 _AddNorm = structure(
     "AddNorm",
-    pointers("x", "delta", "weight", "y"),
+    pointers("x", "delta", "delta_weight", "weight", "y"),
     int64s("rows", "columns", "x_stride", "delta_stride", "y_stride"),
     floats("eps"),
     int32s("type"),
@@ -30,14 +30,14 @@ _Rotate = structure(
     int64s("rows", "query_heads", "kv_heads", "dim", "row_stride"),
     int64s("angle_stride", "num_blocks", "block_size"),
     floats("eps"),
-    int32s("type", "pool_type"),
+    int32s("type", "pool_type", "whole"),
 )
 
 _Gated = structure(
     "Gated",
     pointers("gate", "y"),
     int64s("rows", "columns", "gate_stride", "y_stride"),
-    int32s("type"),
+    int32s("type", "gelu"),
 )
 
 
@@ -47,18 +47,20 @@ class CpuAddRmsNorm(CpuKernel, AddRmsNorm):
     c_name = "sagellm_add_norm"
 
     def _compute(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float,
+        delta_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         rows, columns = x.shape
         if delta is not None and delta.stride(1) != 1:  # as a projection may return it
             delta = delta.contiguous()
-        y = x.new_empty((rows, columns))
+        y = x if weight is None else x.new_empty((rows, columns))
         address, stride = (None, 0) if delta is None else (delta.data_ptr(), delta.stride(0))
         job = _AddNorm(
-            x.data_ptr(), address, weight.data_ptr(), y.data_ptr(), rows, columns, x.stride(0), stride,
+            x.data_ptr(), address, None if delta_weight is None else delta_weight.data_ptr(),
+            None if weight is None else weight.data_ptr(), y.data_ptr(), rows, columns, x.stride(0), stride,
             columns, eps, DTYPE_CODES[x.dtype],
         )  # fmt: skip
-        self._call(self.name, self._function, job, x, delta, weight, y)
+        self._call(self.name, self._function, job, x, delta, weight, delta_weight, y)
         return y
 
 
@@ -80,6 +82,7 @@ class CpuRopeToCache(CpuKernel, RopeToCache):
             values.data_ptr(), *values.stride()[:3], rows, num_heads - 2 * kv_heads, kv_heads, dim,
             heads.stride(0), 0 if cos is None else cos.stride(0), num_blocks, block_size, eps,
             DTYPE_CODES[heads.dtype], DTYPE_CODES[keys.dtype],
+            query_weight is not None and len(query_weight) > dim,
         )  # fmt: skip
         self._call(
             self.name, self._function, job, heads, cos, sin, query_weight, key_weight, slots, keys, values
@@ -90,6 +93,7 @@ class CpuSiluAndMul(CpuKernel, SiluAndMul):
     """`SiluAndMul` on a CPU. The result is a view of an [n, T] tensor where the input is one of [2 n, T]."""
 
     c_name = "sagellm_gated"
+    is_gelu = False
 
     def _obstacle(self, wide: torch.Tensor) -> str:
         reason = super()._obstacle(wide)
@@ -106,6 +110,12 @@ class CpuSiluAndMul(CpuKernel, SiluAndMul):
             y = wide.new_empty((columns, rows))
             result = y.t()
             sizes = (1, columns * rows, 0, 0)
-        job = _Gated(wide.data_ptr(), y.data_ptr(), *sizes, DTYPE_CODES[wide.dtype])
+        job = _Gated(wide.data_ptr(), y.data_ptr(), *sizes, DTYPE_CODES[wide.dtype], self.is_gelu)
         self._call(self.name, self._function, job, wide, y)
         return result
+
+
+class CpuGeluAndMul(CpuSiluAndMul, GeluAndMul):
+    """`GeluAndMul` on a CPU. The layout of the result is that of `CpuSiluAndMul`."""
+
+    is_gelu = True

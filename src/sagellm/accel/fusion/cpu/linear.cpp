@@ -44,6 +44,7 @@ struct Gather {
     const int64_t *index;
     void *y;
     int64_t rows, outputs, inputs, panel, group;
+    float scale;
     int32_t type, y_type;
 };
 
@@ -251,10 +252,12 @@ void pack(const Packing &job, int32_t threads) {
     });
 }
 
-// Y is W or float.
+// Values times `scale`. Y is W or float.
 template <typename W, typename Y>
-void copy(const W *from, int64_t count, Y *to) {
-    if constexpr (std::is_same_v<W, Y>)
+void copy(const W *from, int64_t count, float scale, Y *to) {
+    if (scale != 1.0f)
+        for (int64_t i = 0; i < count; i++) ::round_to(as_float(from[i]) * scale, to[i]);
+    else if constexpr (std::is_same_v<W, Y>)
         std::memcpy(to, from, size_t(count) * sizeof *to);
     else
         for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]);
@@ -270,11 +273,11 @@ void gather(const Gather &job, int32_t threads) {
             const W *from = static_cast<const W *>(job.table) + panel * groups * step + place * job.group;
             Y *to = static_cast<Y *>(job.y) + row * job.inputs;
             if (job.panel == 1) {
-                copy(from, job.inputs, to);
+                copy(from, job.inputs, job.scale, to);
                 continue;
             }
             for (int64_t k = 0; k < job.inputs; k += job.group, from += step)
-                copy(from, std::min(job.group, job.inputs - k), to + k);
+                copy(from, std::min(job.group, job.inputs - k), job.scale, to + k);
         }
     };
     threads::together(job.rows < GATHERED_ALONE ? 1 : threads, work);

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers, structure
+from sagellm.accel.fusion.cpu.calls import (
+    DTYPE_CODES,
+    Caller,
+    CpuKernel,
+    floats,
+    int32s,
+    int64s,
+    pointers,
+    structure,
+)
 from sagellm.accel.fusion.cpu.library import CpuLevel, kernel_function
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
@@ -42,6 +51,7 @@ _Gather = structure(
     "Gather",
     pointers("table", "index", "y"),
     int64s("rows", "outputs", "inputs", "panel", "group"),
+    floats("scale"),
     int32s("type", "y_type"),
 )
 
@@ -68,9 +78,9 @@ class PackedMatrix:
         """Raises `KernelError` for rows that do not fit."""
         self.kernel.pack(self, first, rows)
 
-    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
         """Raises `KernelError` for an index outside the matrix."""
-        return self.kernel.gather_panels(self.panels, self.shape, index, dtype or self.dtype)
+        return self.kernel.gather_panels(self.panels, self.shape, index, dtype or self.dtype, scale)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
@@ -135,15 +145,18 @@ class CpuLinear(CpuKernel):
         )  # fmt: skip
         self._call("pack", self._pack, job, rows, matrix)
 
-    def gather(self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def gather(
+        self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+    ) -> torch.Tensor:
         """Raises `KernelError` for a table that is not contiguous, or an index outside it."""
         if table.ndim != 2 or not table.is_contiguous() or not table.is_cpu:
             raise KernelError(f"no contiguous table on a CPU: {list(table.shape)} on {table.device}")
-        return self.gather_panels(table[:, :, None, None], (len(table), table.shape[1]), index, dtype)
+        return self.gather_panels(table[:, :, None, None], (len(table), table.shape[1]), index, dtype, scale)
 
     def gather_panels(
-        self, panels: torch.Tensor, shape: tuple[int, int], index: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, panels: torch.Tensor, shape: tuple[int, int], index: torch.Tensor, dtype: torch.dtype,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
         """Rows `index` of a matrix of this shape in panels; see `PackedMatrix.rows`."""
         if panels.dtype not in DTYPE_CODES or dtype not in (panels.dtype, torch.float32):
             raise KernelError(f"rows of {panels.dtype} are read as such or as float32, not as {dtype}")
@@ -152,7 +165,7 @@ class CpuLinear(CpuKernel):
         index = index if index.dtype == torch.int64 and index.is_contiguous() else index.long().contiguous()
         y = panels.new_empty((len(index), shape[1]), dtype=dtype)
         job = _Gather(
-            panels.data_ptr(), index.data_ptr(), y.data_ptr(), len(index), *shape, *panels.shape[2:],
+            panels.data_ptr(), index.data_ptr(), y.data_ptr(), len(index), *shape, *panels.shape[2:], scale,
             DTYPE_CODES[panels.dtype], DTYPE_CODES[dtype],
         )  # fmt: skip
         self._call("gather", self._gather, job, panels, index, y)

@@ -19,7 +19,12 @@ def triton_kernels() -> KernelSet:
     try:
         from sagellm.accel.fusion.triton.attention import TritonPagedAttention
         from sagellm.accel.fusion.triton.draw import TritonDraw
-        from sagellm.accel.fusion.triton.glue import TritonAddRmsNorm, TritonRopeToCache, TritonSiluAndMul
+        from sagellm.accel.fusion.triton.glue import (
+            TritonAddRmsNorm,
+            TritonGeluAndMul,
+            TritonRopeToCache,
+            TritonSiluAndMul,
+        )
     except ImportError as error:
         log.warning("GPU kernels are off, torch does all (pip install triton): %s", error)
         return KernelSet()
@@ -28,5 +33,6 @@ def triton_kernels() -> KernelSet:
         add_rms_norm=TritonAddRmsNorm(),
         rope_to_cache=TritonRopeToCache(),
         silu_and_mul=TritonSiluAndMul(),
+        gelu_and_mul=TritonGeluAndMul(),
         draw=TritonDraw(),
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
+from sagellm.accel.fusion.checked_kernels import AddRmsNorm, GeluAndMul, RopeToCache, SiluAndMul
 from sagellm.accel.fusion.triton._launch import TritonKernel
 
 WIDEST_ROW, HEADS_AT_ONCE, COLUMNS_AT_ONCE = 16_384, 16, 1024
@@ -27,18 +27,24 @@ class TritonAddRmsNorm(TritonKernel, AddRmsNorm):
         return reason
 
     def _compute(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float,
+        delta_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         rows, columns = x.shape
         if delta is not None and delta.stride(1) != 1:  # as a projection may return it
             delta = delta.contiguous()
-        output = x.new_empty(rows, columns)
+        output = x if weight is None else x.new_empty(rows, columns)
         padded = triton.next_power_of_2(columns)
+
+        def or_x(tensor: torch.Tensor | None) -> torch.Tensor:
+            return x if tensor is None else tensor  # some address; it is not read
+
         if rows:
             add_rms_norm_kernel[(rows,)](
-                x, x if delta is None else delta, weight, output, x.stride(0),
+                x, or_x(delta), or_x(delta_weight), or_x(weight), output, x.stride(0),
                 0 if delta is None else delta.stride(0), eps, COLUMNS=columns, PADDED=padded,
-                ADDS=delta is not None, num_warps=max(1, min(16, padded // 512)),
+                ADDS=delta is not None, NORMS_DELTA=delta_weight is not None, NORMS=weight is not None,
+                num_warps=max(1, min(16, padded // 512)),
             )  # fmt: skip
         return output
 
@@ -48,6 +54,8 @@ class TritonRopeToCache(TritonKernel, RopeToCache):
 
     def _obstacle(self, *inputs: Any) -> str:
         reason, heads, keys = super()._obstacle(*inputs), inputs[0], inputs[7]
+        if not reason and inputs[3] is not None and len(inputs[3]) > heads.shape[2]:
+            return "norms over all heads are not one launch"
         if not reason and (heads.shape[2] % 2 or heads.shape[1] == 2 * keys.shape[2]):
             return f"{heads.shape[1]} heads of {heads.shape[2]} do not fit blocks of {list(keys.shape[1:])}"
         return reason
@@ -77,6 +85,8 @@ class TritonRopeToCache(TritonKernel, RopeToCache):
 class TritonSiluAndMul(TritonKernel, SiluAndMul):
     """`SiluAndMul` on a GPU; the result is contiguous."""
 
+    is_gelu = False
+
     def _compute(self, wide: torch.Tensor) -> torch.Tensor:
         if wide.stride(1) != 1:  # as a projection may return it
             wide = wide.contiguous()
@@ -84,28 +94,43 @@ class TritonSiluAndMul(TritonKernel, SiluAndMul):
         output = wide.new_empty(rows, columns)
         if output.numel():
             grid = rows, triton.cdiv(columns, COLUMNS_AT_ONCE)
-            silu_and_mul_kernel[grid](wide, output, wide.stride(0), columns, TILE=COLUMNS_AT_ONCE)
+            silu_and_mul_kernel[grid](
+                wide, output, wide.stride(0), columns, TILE=COLUMNS_AT_ONCE, GELU=self.is_gelu
+            )
         return output
+
+
+class TritonGeluAndMul(TritonSiluAndMul, GeluAndMul):
+    """`GeluAndMul` on a GPU; the result is contiguous."""
+
+    is_gelu = True
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x: tl.tensor, delta: tl.tensor, weight: tl.tensor, output: tl.tensor, x_row: tl.tensor,
-    delta_row: tl.tensor, eps: tl.tensor, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
+    x: tl.tensor, delta: tl.tensor, delta_weight: tl.tensor, weight: tl.tensor, output: tl.tensor,
+    x_row: tl.tensor, delta_row: tl.tensor, eps: tl.tensor, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    ADDS: tl.constexpr, NORMS_DELTA: tl.constexpr, NORMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program: one whole row. With ADDS x becomes x + delta, rounded as torch does."""
+    """Program: one whole row. With ADDS x becomes x + delta, rounded as torch does. With NORMS_DELTA it is
+    the RMSNorm of delta that is added. Without NORMS there is no output.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     inside = columns < COLUMNS
     value = tl.load(x + row * x_row + columns, mask=inside, other=0.0)
     if ADDS:
-        added = tl.load(delta + row * delta_row + columns, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        added = tl.load(delta + row * delta_row + columns, mask=inside, other=0.0).to(tl.float32)
+        if NORMS_DELTA:
+            own = 1.0 / tl.sqrt(tl.sum(added * added, 0) / COLUMNS + eps)
+            added = added * own * tl.load(delta_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(x.dtype.element_ty)
         tl.store(x + row * x_row + columns, value, mask=inside)
-    wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
-    scaled = wide * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + row * COLUMNS + columns, scaled.to(output.dtype.element_ty), mask=inside)
+    if NORMS:
+        wide = value.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
+        scaled = wide * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(output + row * COLUMNS + columns, scaled.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -175,13 +200,17 @@ def _normed(
 
 @triton.jit
 def silu_and_mul_kernel(
-    wide: tl.tensor, output: tl.tensor, wide_row: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
+    wide: tl.tensor, output: tl.tensor, wide_row: tl.tensor, columns: tl.tensor, TILE: tl.constexpr,
+    GELU: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row, TILE of its columns)."""
+    """Program (row, TILE of its columns). With GELU, by tanh, that is the activation."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < columns
     gate = tl.load(wide + row * wide_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(wide + row * wide_row + columns + column, mask=inside, other=0.0).to(tl.float32)
-    answer = gate / (1.0 + tl.exp(-gate)) * up
+    turned = gate
+    if GELU:
+        turned = 1.5957691216 * gate * (1.0 + 0.044715 * gate * gate)
+    answer = gate / (1.0 + tl.exp(-turned)) * up
     tl.store(output + row * columns + column, answer.to(output.dtype.element_ty), mask=inside)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.families.olmo import OUTPUT_NORMS
 from sagellm.engines.native.families.values import (
@@ -36,9 +38,14 @@ def _gemma(name: str, config: Config, *, positions: int, **wiring: Any) -> Model
     return llama_like(
         name, given, norm_place="both", norm_offset=1.0, qkv_bias=bias, out_bias=bias,
         num_kv_heads=config.get("num_key_value_heads", 4), tied=bool(config.get("tie_word_embeddings", True)),
-        embed_scale=float(hidden) ** 0.5, attention_scale=float(scalar) ** -0.5,
+        embed_scale=_rounded(hidden**0.5, dtype_of(config)), attention_scale=float(scalar) ** -0.5,
         **({"names": _NAMES} | wiring),
     )  # fmt: skip
+
+
+def _rounded(number: float, dtype: str) -> float:
+    """The number in the dtype of the model, in which embeddings are multiplied."""
+    return float(torch.tensor(number, dtype=getattr(torch, dtype, torch.float32)))
 
 
 def gemma2(name: str, config: Config) -> ModelSpec:
