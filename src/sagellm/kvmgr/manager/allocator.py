@@ -50,14 +50,16 @@ class SlidingWindows:
         if blocks in self._tails:
             return 0
         if self.width is None:
-            return 0 if self._groups is None else self._groups.num_passed(blocks)
+            return 0 if self._groups is None else self._groups.num_passed_of(blocks)
         behind = (blocks.state.num_computed - self.width + 1) // self._pool.block_size
         return max(0, min(behind - blocks.num_shared, len(blocks.own.block_ids)))
 
     def total_behind(self) -> int:
-        if self.width is None and self._groups is None:
+        if self.width is not None:
+            return sum(map(self.num_behind, self._tables))
+        if self._groups is None:
             return 0
-        return sum(map(self.num_behind, self._tables))
+        return self._groups.num_passed - sum(map(self._groups.num_passed_of, self._tails.donors()))
 
     def behind_by_account(self) -> Iterator[tuple[Account, int]]:
         """The same for each request, with the account that pays for its blocks."""

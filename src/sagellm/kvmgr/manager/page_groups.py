@@ -218,7 +218,8 @@ class PageGroups:
     """Pages of all groups behind the first, for all running requests and the index.
 
     Its blocks count as the index's in the pool. There are no quotas: one account pays for everything.
-    `max_chunk` is the most tokens that one step computes of a request.
+    `max_chunk` is the most tokens that one step computes of a request. `num_passed` counts the own pages of
+    all requests that their windows have passed.
     """
 
     def __init__(self, groups: Sequence[KVGroup], pool: KVPool, tables: BlockTables, max_chunk: int) -> None:
@@ -228,6 +229,7 @@ class PageGroups:
         self._pool, self._tables, self._block_size = pool, tables, pool.block_size
         self.rules = [WindowPages(window, count, pool.block_size) for window, count in counts.items()]
         self.per_block = len(groups)
+        self.num_passed = 0
         self._chunk_blocks = cdiv(max_chunk, pool.block_size) + 1
 
     # -- prefix hits
@@ -293,7 +295,7 @@ class PageGroups:
             first = rule.first_needed(blocks.state.num_computed)
             if first > pages.needed_from:
                 rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
-                pages.needed_from = first
+                self._move(rule, pages, needed_from=first)
 
     def registered(self, blocks: RequestBlocks, num_before: int, num_existing: int) -> None:
         """A request's prefix of `num_shared` blocks is in the index; attach its pages there.
@@ -317,7 +319,7 @@ class PageGroups:
                     table[position] = page
             if duplicates:
                 self._pool.take_back(INDEX_OWNER, duplicates)
-            pages.first_own = stop
+            self._move(rule, pages, first_own=stop)
             rule.need(leads[max(pages.needed_from, num_before) :])
             if num_before < num_existing < len(leads):  # another request went another way from there
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
@@ -328,6 +330,7 @@ class PageGroups:
         for rule, pages in zip(self.rules, blocks.pages, strict=True):
             rule.pass_by(blocks.block_ids[pages.needed_from : blocks.num_shared])
             self._pool.free(pages.own)
+            self.num_passed -= rule.num_groups * pages.num_passed
         blocks.pages.clear()
 
     # -- memory
@@ -338,7 +341,7 @@ class PageGroups:
             rule.num_groups * (num_leads if rule.window is None else rule.num_unneeded) for rule in self.rules
         )
 
-    def num_passed(self, blocks: RequestBlocks) -> int:
+    def num_passed_of(self, blocks: RequestBlocks) -> int:
         """Own pages of a request that its windows have passed."""
         return sum(
             rule.num_groups * pages.num_passed for rule, pages in zip(self.rules, blocks.pages, strict=True)
@@ -387,7 +390,7 @@ class PageGroups:
                 free_leading(self._pool, pages.own, count * rule.num_groups, BEHIND_WINDOW)
                 for table in pages.tables:
                     table[pages.first_own : pages.first_own + count] = array("i", [NO_PAGE]) * count
-                pages.first_own += count
+                self._move(rule, pages, first_own=pages.first_own + count)
 
     def shed(self, num_pages: int, *, kept: bool = False) -> BlockIds:
         """Take at least so many attached pages out of the index, behind or `kept`."""
@@ -418,6 +421,8 @@ class PageGroups:
     def check(self, index: PrefixReuseIndex, held: Sequence[PrefixHit]) -> None:
         """Raise `BookkeepingError` where tables, pages and index disagree; `held` are held besides."""
         indexed = set(index.all_block_ids())
+        if self.num_passed != sum(map(self.num_passed_of, self._tables)):
+            raise BookkeepingError(f"{self.num_passed} own pages are counted as passed by windows")
         for number, rule in enumerate(self.rules):
             needed: Counter[int] = Counter()
             for blocks in self._tables:
@@ -427,6 +432,19 @@ class PageGroups:
                 leads = index.block_ids(hit)
                 needed.update(leads[rule.first_needed(len(leads) * self._block_size) :])
             rule.check(needed, indexed)
+
+    def _move(
+        self,
+        rule: WindowPages,
+        pages: RequestPages,
+        needed_from: int | None = None,
+        first_own: int | None = None,
+    ) -> None:
+        """Change where a request's needed or own pages begin."""
+        self.num_passed -= rule.num_groups * pages.num_passed
+        pages.needed_from = pages.needed_from if needed_from is None else needed_from
+        pages.first_own = pages.first_own if first_own is None else first_own
+        self.num_passed += rule.num_groups * pages.num_passed
 
     def _most_blocks(self, rule: WindowPages, num_blocks: int) -> int:
         return num_blocks if rule.window is None else rule.window_blocks + self._chunk_blocks

@@ -207,6 +207,10 @@ class SharedTails:
         self._block_size = block_size
         self._by_group: dict[str, RequestBlocks] = {}
 
+    def donors(self) -> set[RequestBlocks]:
+        """The requests whose last block is shared."""
+        return set(self._by_group.values())
+
     def __contains__(self, blocks: RequestBlocks) -> bool:
         return bool(self._by_group) and blocks in self._by_group.values()
 

@@ -34,7 +34,7 @@ class RequestPages:
     @property
     def num_passed(self) -> int:
         """Leading blocks of `own` that the window has passed."""
-        return max(0, min(self.needed_from, len(self.tables[0])) - self.first_own)
+        return max(0, self.needed_from - self.first_own)
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """After a compaction: block `source` of any table is now block `target`."""
