@@ -86,6 +86,13 @@ class Matrix(Protocol):
         """`x W^T + bias` for `x` [T, inputs] and an optional bias [outputs]. The result [T, outputs] is
         written to `output` if given: contiguous, of x's dtype or float32."""
 
+    def multiply_grouped(self, x: Any, starts: Any, bias: Any = None) -> Any:
+        """The rows of `x` [T, inputs] times the matrices of a stack of n.
+
+        They lie one below another: rows [starts[i], starts[i + 1]) are multiplied by the i-th, with an
+        optional bias [n, outputs / n]. `starts` are int64 [n + 1], from 0 to T. The result is [T, outputs /
+        n]."""
+
 
 class StoredMatrix(Matrix, Protocol):
     """One whose values are a checkpoint's own."""
@@ -111,6 +118,9 @@ class LinearKernel(FusedKernel, Protocol):
     def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> StoredMatrix:
         """A matrix of zeros, to be filled by `store`."""
 
+    def apply_grouped(self, x: Any, matrix: Any, starts: Any, bias: Any = None) -> Any:
+        """As `Matrix.multiply_grouped`."""
+
     def gather(self, table: Any, index: Any, dtype: Any, scale: float = 1.0) -> Any:
         """Rows `index` [n] of a contiguous `table` [m, k] times `scale`, as [n, k]. The result has the
         table's dtype or float32."""
@@ -127,6 +137,48 @@ class QuantizedKernel(FusedKernel, Protocol):
 
     def pack(self, matrix: QuantizedMatrix) -> Any:
         """The matrix in the kernel's layout; raises `KernelError` for a form without one."""
+
+    def apply_grouped(self, x: Any, matrix: Any, starts: Any, bias: Any = None) -> Any:
+        """As `Matrix.multiply_grouped`."""
+
+
+class RoutingRule(Protocol):
+    """How experts are chosen: see `engines.native.experts.ExpertSpec`."""
+
+    @property
+    def per_token(self) -> int: ...
+
+    @property
+    def scoring(self) -> str: ...
+
+    @property
+    def renormalize(self) -> bool: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def groups(self) -> int: ...
+
+    @property
+    def kept_groups(self) -> int: ...
+
+    @property
+    def group_best(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Rows sorted by expert.
+
+    Row i is of token `tokens[i]`; expert e has rows [starts[e], starts[e + 1]). The
+    j-th expert of token t has row `places[t, j]` and weight `weights[t, j]`.
+    """
+
+    tokens: Any
+    starts: Any
+    places: Any
+    weights: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +198,10 @@ class KernelSet:
     `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
     top_p, min_p and a uniform number.
 
+    `route`: `Routes` of router logits float32 [T, experts], a correction of scores [experts] or None, a
+    `RoutingRule` and counts int64 [experts], to which the rows of each expert are added. `combine`: the
+    weighted sum [T, n] of expert outputs [rows, n] by `Routes`, and of [T, n] that is added, or None.
+
     `record` captures work that is done by these kernels alone.
     """
 
@@ -157,6 +213,8 @@ class KernelSet:
     gelu_and_mul: FusedKernel | None = None
     draw: FusedKernel | None = None
     quantized: QuantizedKernel | None = None
+    route: FusedKernel | None = None
+    combine: FusedKernel | None = None
     record: Capture | None = None
 
 

@@ -189,7 +189,7 @@ class NativeBackend:
         kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
-        if self._spec.experts is not None:  # which experts a step reads is known only while it runs
+        if at_start and self._spec.experts is not None:  # torch waits for the rows of each expert
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():

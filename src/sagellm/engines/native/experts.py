@@ -1,31 +1,28 @@
 """Mixture of experts: which ones compute a token, and with what weight.
 
 Shazeer et al. 2017, arXiv:1701.06538. The rows of a step are sorted by expert, so every expert that is hit
-multiplies once, by all of its rows. An expert is two matrices like those of any MLP: packed by the same
-kernels, and quantized by the same ones.
+multiplies once, by all of its rows. The matrices of a layer's experts are one stack, which is packed and
+quantized like any matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sagellm.core.errors import UnsupportedModelError
-
-SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
+from sagellm.core.protocols.fusion import Routes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """Experts of the layers `layers`: `count` MLPs of width `width`. A token uses `per_token` of them.
 
-    `scoring` of the router's logits: "softmax" of all, then the best; "softmax_of_chosen" of the best ones
-    alone; "sigmoid". With `is_corrected` a bias is added to scores, for the choice alone. Experts lie in
-    `groups`, and are chosen from the `kept_groups` best: a group's score is the sum of its `group_best` best
-    (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They are multiplied by `scale`. One more
-    MLP, of `shared_width`, computes all tokens; 0 for none.
+    `scoring` of the router's logits is "softmax" or "sigmoid". With `is_corrected` a bias is added to scores,
+    for the choice alone. Experts lie in `groups`, and are chosen from the `kept_groups` best: a group's score
+    is the sum of its `group_best` best (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They
+    are multiplied by `scale`. One more MLP, of `shared_width`, computes all tokens; 0 for none.
     With `is_stacked` (gpt-oss) a tensor of the checkpoint has all experts of a layer; with `has_bias` router
     and experts have biases. `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha`
     times itself, and by the clamped up plus 1.
@@ -68,30 +65,27 @@ class ExpertSpec:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Expert `indices` and their `weights` for each row, both [T, per_token]."""
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, spec: ExpertSpec, counts: torch.Tensor
+) -> Routes:
+    """The experts of each row, from the router's logits.
 
-    indices: torch.Tensor
-    weights: torch.Tensor
-
-
-def route(spec: ExpertSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
-    """The experts of each row, from the router's logits [T, count].
-
-    `bias` [count] is added for the choice alone.
+    They are [T, count], in float32 or float64. `correction` [count] is added for the choice alone. The rows
+    of each expert are added to `counts`.
     """
-    if spec.scoring == "softmax_of_chosen":
-        best, indices = logits.topk(spec.per_token, dim=-1)
-        return Routing(indices, best.softmax(-1) * spec.scale)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = wide.softmax(-1) if spec.scoring == "softmax" else wide.sigmoid()
-    rank = _in_kept_groups(spec, scores if bias is None else scores + bias)
-    indices = rank.topk(spec.per_token, dim=-1).indices
-    weights = scores.gather(-1, indices)
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    rank = _in_kept_groups(spec, scores if correction is None else scores + correction)
+    chosen = rank.topk(spec.per_token, dim=-1).indices
+    weights = scores.gather(-1, chosen)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(indices, weights * spec.scale)
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    sizes = chosen.flatten().bincount(minlength=spec.count)
+    counts += sizes
+    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return Routes(order // spec.per_token, starts, places.view(chosen.shape), weights * spec.scale)
 
 
 def _in_kept_groups(spec: ExpertSpec, rank: torch.Tensor) -> torch.Tensor:
@@ -104,14 +98,6 @@ def _in_kept_groups(spec: ExpertSpec, rank: torch.Tensor) -> torch.Tensor:
     return by_group.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """One expert's projections: `up` has gate over up, as in a dense MLP."""
-
-    up: Callable[[torch.Tensor], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
-
-
 def clamped_swiglu(wide: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
     """The activation of gpt-oss, of gate beside up [T, 2 n]."""
     gate, up = wide.chunk(2, dim=-1)
@@ -119,30 +105,13 @@ def clamped_swiglu(wide: torch.Tensor, limit: float, alpha: float) -> torch.Tens
     return (up.clamp(-limit, limit) + 1) * gate * (gate * alpha).sigmoid()
 
 
-def compute_experts(
-    experts: Sequence[Expert], routing: Routing, x: torch.Tensor,
-    activated: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """The weighted sum of the chosen experts' answers to rows `x`, both [T, hidden].
+def combine(outputs: torch.Tensor, routes: Routes, added: torch.Tensor | None) -> torch.Tensor:
+    """The weighted sum [T, hidden] of each token's rows of `outputs`, and of `added`.
 
-    The answers of a row are added in the order of its choices, so they do not depend on the other rows.
+    The rows of a token are added in the order of its choices, so the sum does not depend on other tokens.
     """
-    num_rows, per_token = routing.indices.shape
-    flat = routing.indices.flatten()
-    order = flat.argsort(stable=True)
-    counts = flat.bincount(minlength=len(experts)).tolist()
-    sorted_rows = x.index_select(0, order // per_token)
-    answers = torch.empty(num_rows * per_token, x.shape[1], dtype=x.dtype, device=x.device)
-    first = 0
-    for expert, count in zip(experts, counts, strict=True):
-        if count:
-            own = slice(first, first + count)
-            answers[own] = expert.down(activated(expert.up(sorted_rows[own])))
-            first += count
-    in_order = torch.empty_like(answers)
-    in_order[order] = answers
-    weighted = in_order.view(num_rows, per_token, x.shape[1]) * routing.weights.unsqueeze(-1)
-    total = weighted[:, 0]
-    for choice in range(1, per_token):
+    weighted: torch.Tensor = outputs[routes.places] * routes.weights.unsqueeze(-1)
+    total = weighted[:, 0] if added is None else added + weighted[:, 0]
+    for choice in range(1, weighted.shape[1]):
         total = total + weighted[:, choice]
-    return total.to(x.dtype)
+    return total.to(outputs.dtype)

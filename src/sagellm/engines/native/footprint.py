@@ -141,7 +141,7 @@ def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatri
     """Samples of the quantized pieces, or of the parameter that will be quantized. Empty for a table, or if a
     piece is not quantized.
     """
-    quantizer = loading.quantization.quantizer
+    quantizer = loading.quantizer_of(parameter)
     if not parameter.is_multiplied or parameter.name == EMBEDDING:
         return []
     if quantizer is not None:

@@ -178,11 +178,16 @@ class WeightLoader:
         quantized = [matrix for matrix in codes if matrix is not None]
         if len(quantized) == len(codes):
             return self._packed(parameter.name, quantized)
-        if self.quantization.quantizer is None:
+        quantizer = self.quantizer_of(parameter)
+        if quantizer is None:
             return self._values(parameter)
         whole = torch.empty(parameter.shape, dtype=self.dtype)
         self._fill(Dense(whole), parameter)
-        return self._packed(parameter.name, [self.quantization.quantizer.quantized(parameter.name, whole)])
+        return self._packed(parameter.name, [quantizer.quantized(parameter.name, whole)])
+
+    def quantizer_of(self, parameter: Parameter) -> WeightQuantizer | None:
+        """What quantizes the parameter. A router is small, and what it decides is not averaged out."""
+        return None if parameter.name.endswith(".router.weight") else self.quantization.quantizer
 
     def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
         """The matrix in the kernel's form, or its values if the kernel has none."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import geometric_mean
 from typing import Any, Protocol
 
@@ -90,6 +91,18 @@ class Dense:
         """As `project`."""
         product = project(x, self.weight, bias)
         return product if output is None else output.copy_(product)
+
+    def multiply_grouped(
+        self, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One product for each matrix that has rows. On a GPU it waits for `starts`."""
+        bounds: list[int] = starts.tolist()
+        matrices = self.weight.view(len(bounds) - 1, -1, self.shape[1])
+        product = x.new_empty(len(x), matrices.shape[1])
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            if begin < end:
+                product[begin:end] = project(x[begin:end], matrices[i], None if bias is None else bias[i])
+        return product
 
 
 def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
@@ -174,6 +187,12 @@ class PackedQuantizedMatrix:
         self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
     ) -> torch.Tensor:
         product: torch.Tensor = self.kernel.apply(x, self.packed, bias, output)
+        return product
+
+    def multiply_grouped(
+        self, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product: torch.Tensor = self.kernel.apply_grouped(x, self.packed, starts, bias)
         return product
 
 

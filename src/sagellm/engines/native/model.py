@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Routes, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import Expert, clamped_swiglu, compute_experts, route
+from sagellm.engines.native.experts import ExpertSpec, clamped_swiglu, combine, route
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
@@ -89,13 +89,16 @@ class Mlp:
 class Mixture:
     """A mixture of experts, and the matrix that chooses among them.
 
-    `correction` is added to scores for the choice; `shared` computes all tokens.
+    `correction` is added to scores for the choice. `up` and `down` are stacks of the experts' matrices;
+    `shared` computes all tokens. `counts` are rows of each expert since the model was loaded.
     """
 
     router: Linear
     correction: torch.Tensor | None
-    experts: Sequence[Expert]
+    up: Linear
+    down: Linear
     shared: Mlp | None
+    counts: torch.Tensor
 
 
 Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
@@ -134,7 +137,7 @@ class DecoderModel:
         kernels: KernelSet = NO_KERNELS, groups: Sequence[KVGroup] = (),
     ) -> None:  # fmt: skip
         self.spec = spec
-        self._dtype = dtype
+        self._dtype, self._wide = dtype, torch.promote_types(dtype, torch.float32)
         self._embed = weights.embedding
         self._positions = weights.tensors.get("positions.weight")
         self._project_in = weights.matrices.get("project_in")
@@ -148,8 +151,8 @@ class DecoderModel:
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
         linear = kernels.linear
-        rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
-        self._ropes = [RopeTable(rope, device, dtype, rows_of) for rope in ropes]
+        self._rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
+        self._ropes = [RopeTable(rope, device, dtype, self._rows_of) for rope in ropes]
         self._gate = self._kernels.silu_and_mul or self._kernels.gelu_and_mul
 
     def extend_to(self, max_position: int) -> None:
@@ -205,8 +208,7 @@ class DecoderModel:
 
     def _product(self, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
         if output is None:
-            dtype = torch.promote_types(self._dtype, torch.float32)
-            output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
+            output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=self._wide)
         logits: torch.Tensor = self._head.multiply(hidden, None, output)
         return logits
 
@@ -248,11 +250,16 @@ class DecoderModel:
     def _mixture(self, mlp: Mixture, x: torch.Tensor) -> torch.Tensor:
         spec = self.spec.experts
         assert spec is not None
-        wide = torch.promote_types(self._dtype, torch.float32)
-        logits = x.new_empty(len(x), spec.count, dtype=wide)
+        logits = x.new_empty(len(x), spec.count, dtype=self._wide)
         mlp.router.matrix.multiply(x, mlp.router.bias, logits)
-        mixed = compute_experts(mlp.experts, route(spec, logits, mlp.correction), x, self._activated)
-        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, x)
+        by_kernel = self._kernels.route, self._kernels.combine
+        routes = (by_kernel[0].apply if by_kernel[0] else route)(logits, mlp.correction, spec, mlp.counts)
+        rows = self._rows_of(x, routes.tokens, x.dtype)
+        inner = self._activated(mlp.up.matrix.multiply_grouped(rows, routes.starts, mlp.up.bias))
+        outputs = mlp.down.matrix.multiply_grouped(inner, routes.starts, mlp.down.bias)
+        shared = None if mlp.shared is None else self._dense(mlp.shared, x)
+        mixed: torch.Tensor = (by_kernel[1].apply if by_kernel[1] else combine)(outputs, routes, shared)
+        return mixed
 
     def _sublayer_input(self, stream: Stream, norm: NormWeights) -> torch.Tensor:
         return self._add_norm(stream, norm if self.spec.norm_place in ("input", "both") else None)
@@ -337,15 +344,8 @@ def _layer(
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
-    mlp: Mlp | Mixture
-    if spec.has_experts(index) and spec.experts is not None:
-        numbers = range(spec.experts.count)
-        experts = [Expert(linear(f"experts.{n}.up"), linear(f"experts.{n}.down")) for n in numbers]
-        correction = weights.tensors.get(f"layers.{index}.router.correction")
-        shared = Mlp(linear("up"), linear("down")) if spec.experts.shared_width else None
-        mlp = Mixture(linear("router"), correction, experts, shared)
-    else:
-        mlp = Mlp(linear("up"), linear("down"))
+    is_mixture = spec.has_experts(index)
+    mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down"))
     scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
@@ -365,6 +365,19 @@ def _latent(
         weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
         weights.matrices[ours + "kv_up"],
     )  # fmt: skip
+
+
+def _mixture(spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear]) -> Mixture:
+    experts, correction = spec.experts, weights.tensors.get(f"layers.{index}.router.correction")
+    assert experts is not None
+    stacks = [linear("experts.up"), linear("experts.down")]
+    up, down = (
+        Linear(stack.matrix, None if stack.bias is None else stack.bias.view(experts.count, -1))
+        for stack in stacks
+    )
+    shared = Mlp(linear("up"), linear("down")) if experts.shared_width else None
+    counts = torch.zeros(experts.count, dtype=torch.long, device=weights.tensors["final_norm.weight"].device)
+    return Mixture(linear("router"), correction, up, down, shared, counts)
 
 
 def _scores(spec: ModelSpec, sinks: torch.Tensor | None) -> Scores | None:
@@ -397,12 +410,28 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     can_norm = spec.rms_norm and spec.norm_place != "residual"
     can_rotate = spec.rms_norm or not spec.qk_norm
     by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in _TANH_GELU
+    if spec.experts is not None:
+        kernels = _for_experts(kernels, spec.experts, x)
     return replace(
         kernels,
         add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
         rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
         silu_and_mul=_usable(kernels.silu_and_mul, wide) if spec.gated_mlp and by_silu else None,
         gelu_and_mul=_usable(kernels.gelu_and_mul, wide) if spec.gated_mlp and by_gelu else None,
+    )
+
+
+def _for_experts(kernels: KernelSet, experts: ExpertSpec, x: torch.Tensor) -> KernelSet:
+    """`kernels` without those that cannot serve these experts."""
+    logits = x.new_ones(1, experts.count, dtype=torch.promote_types(x.dtype, torch.float32))
+    correction = logits[0] if experts.is_corrected else None
+    places = torch.zeros(1, experts.per_token, dtype=torch.long, device=x.device)
+    routes = Routes(places[0], places[0], places, logits[:, : experts.per_token])
+    outputs, counts = x.expand(experts.per_token, -1).contiguous(), places.new_zeros(experts.count)
+    return replace(
+        kernels,
+        route=_usable(kernels.route, logits, correction, experts, counts),
+        combine=_usable(kernels.combine, outputs, routes, x),
     )
 
 

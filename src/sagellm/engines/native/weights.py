@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,7 +80,7 @@ class Parameter:
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
-    with experts `layers.I.{router,experts.E.{up,down}}`, and up and down if a part is shared by all tokens,
+    with experts `layers.I.{router,experts.up,experts.down}`, and up and down if a part is shared by tokens,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
     """
@@ -162,11 +162,11 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     if experts.is_stacked:
         yield from _stacked_experts(spec, experts, ours, theirs + names.experts)
         return
-    for number in range(experts.count):
-        module, mine = f"{theirs}{names.experts}.{number}.", f"{ours}experts.{number}."
-        up = [(module + name, experts.width) for name in names.expert_up]
-        yield from _linear(mine + "up", up, spec.hidden_size)
-        yield from _linear(mine + "down", [(module + names.expert_down, spec.hidden_size)], experts.width)
+    modules = [f"{theirs}{names.experts}.{number}." for number in range(experts.count)]
+    up = [(module + name, experts.width) for module in modules for name in names.expert_up]
+    yield from _linear(ours + "experts.up", up, spec.hidden_size)
+    down = [(module + names.expert_down, spec.hidden_size) for module in modules]
+    yield from _linear(ours + "experts.down", down, experts.width)
     if experts.is_corrected:
         bias = WeightPiece(f"{theirs}{names.router}.e_score_correction_bias", (experts.count,))
         yield ours + "router.correction", (bias,)
@@ -181,15 +181,16 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: str) -> Plan:
     sizes = {"up": ("gate_up_proj", 2 * experts.width, spec.hidden_size)}
     sizes["down"] = ("down_proj", spec.hidden_size, experts.width)
-    for number in range(experts.count):
-        for ending, (name, outputs, inputs) in sizes.items():
-            mine, stored = f"{ours}experts.{number}.{ending}", f"{module}.{name}"
-            alternates = ending == "up"
-            matrix = StackedPart(number, experts.count, is_transposed=True, alternates=alternates)
-            yield mine + ".weight", (WeightPiece(stored, (outputs, inputs), part=matrix),)
-            if experts.has_bias:
-                bias = StackedPart(number, experts.count, alternates=alternates)
-                yield mine + ".bias", (WeightPiece(stored + "_bias", (outputs,), part=bias),)
+    for ending, (name, outputs, inputs) in sizes.items():
+        mine, stored, count = f"{ours}experts.{ending}", f"{module}.{name}", experts.count
+        parts = [StackedPart(i, count, is_transposed=True, alternates=ending == "up") for i in range(count)]
+        yield mine + ".weight", tuple(WeightPiece(stored, (outputs, inputs), part=part) for part in parts)
+        if experts.has_bias:
+            parts = [replace(part, is_transposed=False) for part in parts]
+            yield (
+                mine + ".bias",
+                tuple(WeightPiece(stored + "_bias", (outputs,), part=part) for part in parts),
+            )
 
 
 def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "grouped.h"
 #include "interface.h"
 #include "numbers.h"
 #include "scratch.h"
@@ -27,6 +28,14 @@ struct Linear {
     int64_t rows, outputs, inputs;
     int64_t x_stride, y_stride;
     int32_t x_type, weight_type, y_type;
+};
+
+// The same for `matrices` of `linear.outputs` each, one below another in `linear.panels`: rows [starts[e], starts[e + 1])
+// of x meet the e-th. bias is [matrices, outputs].
+struct Grouped {
+    const int64_t *starts;
+    int64_t matrices;
+    Linear linear;
 };
 
 // Rows [0, rows) of `weight` become the outputs [first, first + rows) of `panels`. Rows are contiguous.
@@ -179,13 +188,15 @@ void rows_of(int64_t rows, const typename Form::X *x, int64_t stride, const type
     }
 }
 
-// Stores the sums of a panel as y's columns from `output` on.
+// Stores the sums of a panel, as far as they are y's outputs, which are those from `base` on.
 template <typename X, typename Y>
-void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows, int64_t output) {
-    const int64_t count = std::min(PANEL, job.outputs - output);
+void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows, int64_t panel, int64_t base) {
+    const int64_t output = std::max(base, panel * PANEL);
+    const int64_t count = std::min((panel + 1) * PANEL, base + job.outputs) - output;
     const X *bias = job.bias ? static_cast<const X *>(job.bias) + output : nullptr;
+    sums += output - panel * PANEL;
     for (int64_t row = 0; row < rows; row++, sums += PANEL) {
-        Y *y = static_cast<Y *>(job.y) + (first_row + row) * job.y_stride + output;
+        Y *y = static_cast<Y *>(job.y) + (first_row + row) * job.y_stride + output - base;
         int64_t n = 0;
         for (; !bias && n + WIDTH <= count; n += WIDTH) round_to(load(sums + n), y + n);
         for (; n < count; n++) ::round_to(sums[n] + (bias ? as_float(bias[n]) : 0.0f), y[n]);
@@ -194,7 +205,7 @@ void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows
 
 // Computes rows [first, first + rows) of one panel. Each row adds in the order of its inputs, whatever the other rows.
 template <typename Form, typename Y>
-void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *sums) {
+void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *sums, int64_t base = 0) {
     typedef typename Form::Weight W;
     const auto *x = static_cast<const typename Form::X *>(job.x) + first * job.x_stride;
     const W *weights = static_cast<const W *>(job.panels) + panel * PANEL * GROUP<W> * groups<W>(job.inputs);
@@ -211,7 +222,7 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
                           std::min(block, job.inputs - k), !k, {next, lines, tiles < 2}, sums + row * PANEL);
         k += block;
     } while (k < job.inputs);
-    store<typename Form::X, Y>(job, sums, first, rows, panel * PANEL);
+    store<typename Form::X, Y>(job, sums, first, rows, panel, base);
 }
 
 // Returns false if there is no memory for the sums.
@@ -229,6 +240,22 @@ bool run(const Linear &job, int32_t threads) {
             const int64_t row = at / panels * CHUNK_ROWS;
             task<Form, Y>(job, row, std::min(CHUNK_ROWS, job.rows - row), at % panels, sums);
         }
+    });
+    return !failed;
+}
+
+// As `run`; matrices without rows are not read.
+template <typename Form, typename Y = float>
+bool run(const Grouped &job, int32_t threads) {
+    static thread_local Scratch scratch;
+    std::atomic<bool> failed{false};
+    std::atomic<int64_t> next{0};
+    threads::together(threads, [&] {
+        auto *sums = static_cast<float *>(scratch.at_least(sizeof(float) * CHUNK_ROWS * PANEL));
+        if (!sums) failed = true;
+        GroupedTasks at(job.starts, job.matrices, job.linear.outputs, PANEL, CHUNK_ROWS);
+        while (!failed && at.move_to(next.fetch_add(1)))
+            task<Form, Y>(job.linear, at.first, at.rows, at.panel, sums, at.begin());
     });
     return !failed;
 }
@@ -305,6 +332,25 @@ inline int32_t replay(Replay &job, int32_t threads) {
     return 0;
 }
 
+// `types` of `job`, which is a `Linear` or `Grouped`.
+template <typename Job>
+int32_t multiply(const Job &job, const Linear &types, int32_t threads) {
+#if defined(__AVX512BF16__)
+    if (types.x_type == BFLOAT16 && types.weight_type == BFLOAT16) switch (types.y_type) {
+            case FLOAT32: return packed::run<packed::Pairs, float>(job, threads) ? DONE : NO_MEMORY;
+            case BFLOAT16: return packed::run<packed::Pairs, BFloat16>(job, threads) ? DONE : NO_MEMORY;
+            default: return NO_KERNEL;
+        }
+#endif
+    if (types.x_type != FLOAT32 || types.y_type != FLOAT32) return NO_KERNEL;
+    switch (types.weight_type) {
+        case FLOAT32: return packed::run<packed::Floats<float>>(job, threads) ? DONE : NO_MEMORY;
+        case BFLOAT16: return packed::run<packed::Floats<BFloat16>>(job, threads) ? DONE : NO_MEMORY;
+        case FLOAT16: return packed::run<packed::Floats<Float16>>(job, threads) ? DONE : NO_MEMORY;
+        default: return NO_KERNEL;
+    }
+}
+
 extern "C" {
 
 // The outputs of a panel; callers round up to it when they allocate panels.
@@ -321,21 +367,13 @@ EXPORTED int32_t sagellm_pack(const Packing *job, int32_t threads) {
 }
 
 EXPORTED int32_t sagellm_linear(const Linear *job, int32_t threads) {
-    if (job->rows <= 0 || job->outputs <= 0) return DONE;
-#if defined(__AVX512BF16__)
-    if (job->x_type == BFLOAT16 && job->weight_type == BFLOAT16) switch (job->y_type) {
-            case FLOAT32: return packed::run<packed::Pairs, float>(*job, threads) ? DONE : NO_MEMORY;
-            case BFLOAT16: return packed::run<packed::Pairs, BFloat16>(*job, threads) ? DONE : NO_MEMORY;
-            default: return NO_KERNEL;
-        }
-#endif
-    if (job->x_type != FLOAT32 || job->y_type != FLOAT32) return NO_KERNEL;
-    switch (job->weight_type) {
-        case FLOAT32: return packed::run<packed::Floats<float>>(*job, threads) ? DONE : NO_MEMORY;
-        case BFLOAT16: return packed::run<packed::Floats<BFloat16>>(*job, threads) ? DONE : NO_MEMORY;
-        case FLOAT16: return packed::run<packed::Floats<Float16>>(*job, threads) ? DONE : NO_MEMORY;
-        default: return NO_KERNEL;
-    }
+    return job->rows <= 0 || job->outputs <= 0 ? DONE : multiply(*job, *job, threads);
+}
+
+EXPORTED int32_t sagellm_grouped_linear(const Grouped *job, int32_t threads) {
+    const Linear &linear = job->linear;
+    if (linear.rows <= 0 || linear.outputs <= 0) return DONE;
+    return are_starts(job->starts, job->matrices, linear.rows) ? multiply(*job, linear, threads) : BAD_INDEX;
 }
 
 // All indices are checked before anything is written.

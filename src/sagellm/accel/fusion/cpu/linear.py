@@ -33,12 +33,14 @@ from sagellm.core.protocols.fusion import Tolerance, Zeros
 
 _GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
-_Job = structure(
-    "Linear",
+_FIELDS = (
     pointers("x", "panels", "bias", "y"),
     int64s("rows", "outputs", "inputs", "x_stride", "y_stride"),
     int32s("x_type", "weight_type", "y_type"),
 )
+_Job = structure("Linear", *_FIELDS)
+
+_Grouped = structure("Grouped", pointers("starts"), int64s("matrices"), *_FIELDS)
 
 _Packing = structure(
     "Packing",
@@ -88,6 +90,11 @@ class PackedMatrix:
         product: torch.Tensor = self.kernel.apply(x, self, bias, output)
         return product
 
+    def multiply_grouped(
+        self, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.kernel.apply_grouped(x, self, starts, bias)
+
 
 class CpuLinear(CpuKernel):
     """Implements `LinearKernel`: x W^T + bias. Inputs: `x` [T, in]; a `PackedMatrix` [out, in]; `bias` [out]
@@ -103,6 +110,7 @@ class CpuLinear(CpuKernel):
         super().__init__(library, caller)
         self._pack = kernel_function(library, "sagellm_pack")
         self._gather = kernel_function(library, "sagellm_gather")
+        self._grouped = kernel_function(library, "sagellm_grouped_linear")
         library.sagellm_panel.restype = ctypes.c_int64
         self._panel: int = library.sagellm_panel()
         self._weight_dtypes = {torch.float32: frozenset(DTYPE_CODES)}
@@ -185,6 +193,25 @@ class CpuLinear(CpuKernel):
         self._call(self.name, self._function, job, x, matrix, bias, y)
         return y
 
+    def apply_grouped(
+        self, x: torch.Tensor, matrix: PackedMatrix, starts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Matrix.multiply_grouped`. A row's bits are those of `apply`. Raises `KernelError` for inputs
+        that are not as that says."""
+        matrices = len(starts) - 1
+        reason = self._obstacle(x, matrix) or wrong_groups(x, matrix.shape[0], starts, bias)
+        if reason:
+            raise KernelError(f"{self.name}: {reason}")
+        outputs, inputs = matrix.shape[0] // matrices, matrix.shape[1]
+        y = x.new_empty(len(x), outputs)
+        job = _Grouped(
+            starts.data_ptr(), matrices, x.data_ptr(), matrix.panels.data_ptr(),
+            None if bias is None else bias.data_ptr(), y.data_ptr(), len(x), outputs, inputs, x.stride(0),
+            outputs, DTYPE_CODES[x.dtype], DTYPE_CODES[matrix.panels.dtype], DTYPE_CODES[y.dtype],
+        )  # fmt: skip
+        self._call(self.name, self._grouped, job, starts, x, matrix, bias, y)
+        return y
+
     def _obstacle(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
@@ -200,6 +227,19 @@ class CpuLinear(CpuKernel):
         ):
             return f"the bias is not {matrix.shape[0]} contiguous values of {x.dtype}"
         return wrong_output(output, x, matrix.shape[0]) or self._device_obstacle(x)
+
+
+def wrong_groups(x: torch.Tensor, outputs: int, starts: torch.Tensor, bias: torch.Tensor | None) -> str:
+    """Why these are no groups of rows for a stack; empty if they are."""
+    matrices = len(starts) - 1
+    if starts.dtype is not torch.int64 or not starts.is_contiguous() or not starts.is_cpu or matrices < 1:
+        return f"starts are contiguous int64 on a CPU, not {starts.dtype} {list(starts.shape)}"
+    if outputs % matrices:
+        return f"{outputs} outputs are not {matrices} equal matrices"
+    shape = (matrices, outputs // matrices)
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
+        return f"the bias is not contiguous {x.dtype} {list(shape)}"
+    return ""
 
 
 def wrong_output(output: torch.Tensor | None, x: torch.Tensor, outputs: int) -> str:

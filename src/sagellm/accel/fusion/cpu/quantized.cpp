@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "grouped.h"
 #include "integers.h"
 #include "interface.h"
 #include "scratch.h"
@@ -39,7 +40,19 @@ struct Rows {
     int32_t x_type, y_type;
 };
 
-struct Quantized : Matrix, Rows {};
+// Several matrices of `outputs`, one below another: rows [starts[e], starts[e + 1]) meet the e-th. bias is [matrices,
+// outputs].
+struct Groups {
+    const int64_t *starts;
+    int64_t matrices, outputs;
+    Rows rows;
+};
+
+// A product as one group: `outputs` are those of one matrix.
+struct Quantized : Matrix, Rows {
+    const int64_t *starts;
+    int64_t matrices;
+};
 
 namespace quantized {
 
@@ -163,7 +176,16 @@ void values_of(const Quantized &job, int64_t row, int64_t first, float *to) {
     }
 }
 
-inline int64_t rows_in_block(const Quantized &job, int64_t first) { return std::min(MOST_ROWS, job.rows - first); }
+// The rows of a block, of one matrix.
+struct Block {
+    int64_t first, rows;
+};
+
+inline Block block_of(const Quantized &job, int64_t row) {
+    const int64_t *end = std::upper_bound(job.starts, job.starts + job.matrices, row), start = end[-1];
+    const int64_t first = start + (row - start) / MOST_ROWS * MOST_ROWS;
+    return {first, std::min(MOST_ROWS, *end - first)};
+}
 
 template <int XBYTES>
 Packed block(const Quantized &job, const Packed &x, int64_t first) {
@@ -172,7 +194,7 @@ Packed block(const Quantized &job, const Packed &x, int64_t first) {
 
 template <typename X, int XBYTES>
 void pack_row(const Quantized &job, int64_t row, const Packed &x) {
-    const int64_t first = row / MOST_ROWS * MOST_ROWS, rows = rows_in_block(job, first);
+    const auto [first, rows] = block_of(job, row);
     const Packed to = block<XBYTES>(job, x, first);
     for (int64_t g = 0; g < groups_of(job); g++) {
         float values[GROUP];
@@ -183,14 +205,13 @@ void pack_row(const Quantized &job, int64_t row, const Packed &x) {
 }
 
 template <typename X, typename Y>
-void finish(const Quantized &job, int64_t first, int64_t rows, int64_t index, const float *sums) {
-    const int64_t outputs = std::min(PANEL, job.outputs - index * PANEL);
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t n = 0; n < outputs; n++) {
-            const int64_t output = index * PANEL + n;
-            const float value = sums[row * PANEL + n];
+void finish(const Quantized &job, const GroupedTasks &at, int64_t index, const float *sums) {
+    const int64_t begin = std::max(at.begin(), index * PANEL), end = std::min(at.end(), (index + 1) * PANEL);
+    for (int64_t row = 0; row < at.rows; row++)
+        for (int64_t output = begin; output < end; output++) {
+            const float value = sums[row * PANEL + output - index * PANEL];
             const float bias = job.bias ? as_float(static_cast<const X *>(job.bias)[output]) : 0.0f;
-            round_to(value + bias, static_cast<Y *>(job.y)[(first + row) * job.outputs + output]);
+            round_to(value + bias, static_cast<Y *>(job.y)[(at.first + row) * job.outputs + output - at.begin()]);
         }
 }
 
@@ -212,17 +233,17 @@ bool run(const Quantized &job, int32_t threads) {
                       static_cast<Factor *>(factor_scratch.at_least(groups * sizeof(Factor)))};
     if (groups && !(x.codes && x.factors)) return false;
     shared_out(job.rows, job.rows < 4 ? 1 : threads, [&](int64_t row) { pack_row<X, XBYTES>(job, row, x); });
-    const int64_t panels = (job.outputs + PANEL - 1) / PANEL;
-    const int64_t stripes = (panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK;
-    const int64_t blocks = (job.rows + MOST_ROWS - 1) / MOST_ROWS;
-    shared_out(blocks * stripes, threads, [&](int64_t task) {
-        const int64_t first = task / stripes * MOST_ROWS, rows = rows_in_block(job, first);
-        const int64_t begin = task % stripes * PANELS_PER_TASK, end = std::min(panels, begin + PANELS_PER_TASK);
+    std::atomic<int64_t> next{0};
+    threads::together(threads, [&] {
+        GroupedTasks at(job.starts, job.matrices, job.outputs, PANEL * PANELS_PER_TASK, MOST_ROWS);
         alignas(64) float sums[MOST_ROWS * PANEL];
-        for (int64_t index = begin; index < end; index++) {
-            panel<Form, Scale, XBYTES>(job, block<XBYTES>(job, x, first), rows, index, sums);
-            job.y_type == FLOAT32 ? finish<X, float>(job, first, rows, index, sums)
-                                  : finish<X, X>(job, first, rows, index, sums);
+        while (at.move_to(next.fetch_add(1))) {
+            const int64_t begin = std::max(at.panel * PANELS_PER_TASK, at.begin() / PANEL);
+            const int64_t end = std::min((at.panel + 1) * PANELS_PER_TASK, (at.end() + PANEL - 1) / PANEL);
+            for (int64_t index = begin; index < end; index++) {
+                panel<Form, Scale, XBYTES>(job, block<XBYTES>(job, x, at.first), at.rows, index, sums);
+                job.y_type == FLOAT32 ? finish<X, float>(job, at, index, sums) : finish<X, X>(job, at, index, sums);
+            }
         }
     });
     return true;
@@ -252,14 +273,7 @@ int32_t by_scale(const Quantized &job, int32_t threads) {
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-// The matrix is a structure of its own because it is the same in every call.
-EXPORTED int32_t sagellm_linear_quantized(const Rows *rows, int32_t threads) {
-    if (rows->rows <= 0 || rows->matrix->outputs <= 0) return DONE;
-    const Quantized job = {*rows->matrix, *rows};
+int32_t multiply(const Quantized &job, int32_t threads) {
     switch (job.bits * 100 + job.activation_bits) {
         case 816: return by_scale<quantized::Eight, 2>(job, threads);
         case 808: return by_scale<quantized::Eight, 1>(job, threads);
@@ -267,6 +281,26 @@ EXPORTED int32_t sagellm_linear_quantized(const Rows *rows, int32_t threads) {
         case 408: return by_scale<quantized::Four, 1>(job, threads);
         default: return NO_KERNEL;
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The matrix is a structure of its own because it is the same in every call.
+EXPORTED int32_t sagellm_linear_quantized(const Rows *rows, int32_t threads) {
+    if (rows->rows <= 0 || rows->matrix->outputs <= 0) return DONE;
+    const int64_t starts[] = {0, rows->rows};
+    return multiply({*rows->matrix, *rows, starts, 1}, threads);
+}
+
+EXPORTED int32_t sagellm_grouped_quantized(const Groups *groups, int32_t threads) {
+    const Rows &rows = groups->rows;
+    if (rows.rows <= 0 || groups->outputs <= 0) return DONE;
+    if (!are_starts(groups->starts, groups->matrices, rows.rows)) return BAD_INDEX;
+    Quantized job = {*rows.matrix, rows, groups->starts, groups->matrices};
+    job.outputs = groups->outputs;
+    return multiply(job, threads);
 }
 
 }  // extern "C"

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, int32s, int64s, pointers, structure
-from sagellm.accel.fusion.cpu.linear import wrong_output
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers, structure
+from sagellm.accel.fusion.cpu.library import kernel_function
+from sagellm.accel.fusion.cpu.linear import wrong_groups, wrong_output
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
@@ -35,12 +36,14 @@ _Matrix = structure(
     int32s("scale_type", "bits", "activation_bits"),
 )
 
-_Rows = structure(
-    "Rows",
+_FIELDS = (
     pointers("matrix", "x", "bias", "y"),
     int64s("rows", "x_row_stride", "x_column_stride"),
     int32s("x_type", "y_type"),
 )
+_Rows = structure("Rows", *_FIELDS)
+
+_Groups = structure("Groups", pointers("starts"), int64s("matrices", "outputs"), *_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +107,10 @@ class CpuQuantizedLinear(CpuKernel):
     name = "linear_quantized"
     c_name = "sagellm_linear_quantized"
 
+    def __init__(self, library: ctypes.CDLL, caller: Caller) -> None:
+        super().__init__(library, caller)
+        self._grouped = kernel_function(library, "sagellm_grouped_quantized")
+
     def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
         """Groups are multiples of 32 columns, or one group has them all. Raises `KernelError` for others."""
         outputs, inputs = matrix.shape
@@ -159,6 +166,23 @@ class CpuQuantizedLinear(CpuKernel):
             DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype],
         )  # fmt: skip
         self._call(self.name, self._function, job, weight, x, bias, y)
+        return y
+
+    def apply_grouped(
+        self, x: torch.Tensor, weight: PackedWeight, starts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Matrix.multiply_grouped`. A row's bits are those of `apply`. Raises `KernelError` for inputs
+        that are not as that says."""
+        reason = self._obstacle(x, weight) or wrong_groups(x, weight.outputs, starts, bias)
+        if reason:
+            raise KernelError(f"{self.name}: {reason}")
+        rows, matrices = x.shape[0], len(starts) - 1
+        y = x.new_empty((rows, weight.outputs // matrices))
+        job = _Groups(
+            starts.data_ptr(), matrices, y.shape[1], ctypes.addressof(weight.matrix), x.data_ptr(),
+            _address(bias), y.data_ptr(), rows, *x.stride(), DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype],
+        )  # fmt: skip
+        self._call(self.name, self._grouped, job, starts, weight, x, bias, y)
         return y
 
 
