@@ -161,25 +161,32 @@ class AddRmsNorm(GlueKernel):
         delta_weight: torch.Tensor | None = None,
     ) -> str:  # fmt: skip
         dtype, shape = x.dtype, x.shape
-        if dtype not in DTYPES:
-            return f"no kernel for {dtype}"
-        for given in (weight, delta_weight):
-            if given is None:
-                continue
-            if given.dtype is not dtype:
-                return f"no kernel for {dtype} with a weight of {given.dtype}"
-            if len(shape) != 2 or given.shape != shape[1:]:
-                return f"no rows and weight: {list(shape)}, {list(given.shape)}"
-            if not given.is_contiguous():
-                return "the weight must be contiguous"
-        if len(shape) != 2 or x.stride(1) != 1 or x.stride(0) < shape[1]:
-            return "each row of x must be contiguous, and rows must not overlap"
+        if weight is None or delta_weight is not None:  # seldom: asked apart, this is called at every step
+            reason = self._odd_obstacle(x, delta, weight, delta_weight)
+            if reason or weight is None:
+                return reason
+        if dtype not in DTYPES or weight.dtype is not dtype:
+            return f"no kernel for {dtype} with a weight of {weight.dtype}"
+        if len(shape) != 2 or weight.shape != shape[1:]:
+            return f"no rows and weight: {list(shape)}, {list(weight.shape)}"
+        if x.stride(1) != 1 or x.stride(0) < shape[1] or not weight.is_contiguous():
+            return "the weight and each row of x must be contiguous, and rows must not overlap"
         if delta is None:
-            if delta_weight is not None:
-                return "a weight for a delta, and none"
-        elif delta.dtype is not dtype or delta.shape != shape:
+            return self._device_obstacle(x, weight)
+        if delta.dtype is not dtype or delta.shape != shape:
             return f"delta is {delta.dtype} {list(delta.shape)}, x {dtype} {list(shape)}"
-        return self._device_obstacle(*(t for t in (x, weight, delta, delta_weight) if t is not None))
+        return self._device_obstacle(x, weight, delta)
+
+    def _odd_obstacle(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None,
+        delta_weight: torch.Tensor | None,
+    ) -> str:  # fmt: skip
+        """What is wrong with a weight for the delta, or without the other."""
+        if delta is None:
+            return "neither a weight nor a delta" if delta_weight is None else "a weight of no delta"
+        if delta_weight is None:
+            return "a delta without its weight needs the other weight"
+        return self._obstacle(x, delta, delta_weight, 0.0)
 
 
 class RopeToCache(GlueKernel):
@@ -233,16 +240,25 @@ class RopeToCache(GlueKernel):
         if slots.dtype is not torch.int64 or slots.shape != (rows,) or not slots.is_contiguous():
             return f"slots are contiguous int64 [{rows}], not {slots.dtype} {list(slots.shape)}"
         reason = _wrong_angles(cos, sin, rows, dim, dtype)
-        sizes = [None if weight is None else weight.numel() for weight in (query_weight, key_weight)]
-        of_heads = all(size in (None, dim) for size in sizes)
-        if not of_heads and sizes != [(num_heads - 2 * pool[2]) * dim, pool[2] * dim]:
-            reason = f"weights of norms are {dim} values or those of all heads, or None"
-        for weight in (query_weight, key_weight):
-            if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-                reason = f"weights of norms are contiguous values of {dtype}"
+        if query_weight is not None or key_weight is not None:
+            reason = reason or _wrong_weights(query_weight, key_weight, heads, pool[2])
         optional = (cos, sin, query_weight, key_weight)
         tensors = (heads, slots, keys, values, *(t for t in optional if t is not None))
         return reason or self._device_obstacle(*tensors)
+
+
+def _wrong_weights(
+    query: torch.Tensor | None, key: torch.Tensor | None, heads: torch.Tensor, kv_heads: int
+) -> str:
+    dim = heads.shape[2]
+    sizes = [None if weight is None else weight.numel() for weight in (query, key)]
+    of_one_head = all(size in (None, dim) for size in sizes)
+    if not of_one_head and sizes != [(heads.shape[1] - 2 * kv_heads) * dim, kv_heads * dim]:
+        return f"weights of norms are {dim} values, or those of all heads, or None"
+    for weight in (query, key):
+        if weight is not None and (weight.dtype is not heads.dtype or not weight.is_contiguous()):
+            return f"weights of norms are contiguous values of {heads.dtype}"
+    return ""
 
 
 def _wrong_angles(
