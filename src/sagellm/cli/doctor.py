@@ -187,6 +187,7 @@ def _print_size(name: str, size: Footprint) -> None:
         form = f"{size.method} ({', '.join(map(str, size.codes))}), all else {form}"
     weights = f"{as_text(size.weight_bytes)} as {form}"
     print(f"  {name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}")
+    print(f"    runs {'through transformers, slower than a native model' if size.is_bridged else 'natively'}")
     if size.obstacle:
         print(f"    held dequantized, in part or whole: {size.obstacle}")
 

@@ -59,6 +59,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
         "auto", "number format of weights and KV; auto: what the model's config.json says"
     )
+    implementation: Literal["auto", "native", "transformers"] = key(
+        "auto", "code that runs the model; auto: native where the architecture is, else transformers"
+    )
     quantization: Literal["none", "int8", "int4"] = key(
         "none", "weights in fewer bits, made when they are loaded; a quantized checkpoint needs none"
     )

@@ -20,7 +20,7 @@ EXTRA_OF: Mapping[str, str] = {
     "openai": "demo",
     "matplotlib": "plots",
     "pyarrow": "plots",
-    "transformers": "test",
+    "transformers": "transformers",
 }
 """By the name under which a package is imported."""
 

@@ -14,7 +14,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
-from sagellm.engines.native.model import DecoderLayer, Mlp
+from sagellm.engines.native.model import DecoderLayer, DecoderModel, Mlp
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -38,6 +38,12 @@ class RecordingBackend(NativeBackend):
             raise error
         self.last_logits = logits.clone()
         return logits
+
+
+def native_model(backend: NativeBackend) -> DecoderModel:
+    """The model of a backend that has no bridged one."""
+    assert isinstance(backend._model, DecoderModel)
+    return backend._model
 
 
 @dataclass

@@ -18,7 +18,7 @@ from sagellm.engines.build import build_backend, build_engine, load_config
 from sagellm.engines.native import matrices
 from sagellm.engines.native.matrices import MEASURED_ROWS, packing_is_faster, time_kernel
 from tests.effort import usual
-from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of
+from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of, native_model
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = (
@@ -124,7 +124,7 @@ def test_who_does_what_lies_between_matrices(kernels: KernelSet, tmp_path: Path)
         backend = RecordingBackend(
             tmp_path / name, num_blocks=8, dtype=dtype, compute_dtype=dtype, kernels=lambda _: kernels
         )
-        used = backend._model._kernels
+        used = native_model(backend)._kernels
         assert tuple(getattr(used, field) is not None for field in fields) == usable
 
 
@@ -135,7 +135,7 @@ def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) ->
         tmp_path, num_blocks=8, threads=1, dtype="bfloat16", compute_dtype="float32",
         kernels=lambda _: kernels,
     )  # fmt: skip
-    layer = backend._model._layers[0]
+    layer = native_model(backend)._layers[0]
     up = mlp_of(layer).up
     assert up.bias is not None
     assert layer.mlp_norm.weight is not None

@@ -20,6 +20,7 @@ from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.matrices import Dense
+from tests.engines.native.driver import native_model
 from tests.tiny_models import save_tiny
 
 HEADS, BLOCK_SIZE = 4, 4
@@ -102,7 +103,7 @@ def test_absorbed_weights_are_those_of_a_quantized_matrix(bits: int, tmp_path: P
     backend = NativeBackend(
         tmp_path, num_blocks=8, kernels=cpu_kernels, quantizer=RoundToNearest(bits), threads=1
     )
-    for layer in backend._model._layers:
+    for layer in native_model(backend)._layers:
         own = layer.latent
         assert own is not None
         latent = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from sagellm.core.errors import ModelError
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.build import build_backend, load_config
 from sagellm.engines.native.matrices import PackedQuantizedMatrix
-from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of
+from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of, native_model
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_model_within_what_bits_cost(
     save_tiny(tmp_path, name)
     plain = torch.stack([one.logits[0] for one in answers(backend(tmp_path, None, None))])
     made = backend(tmp_path, bits, kernels)
-    assert len(_packed(made)) == 4 * len(made._model._layers) + 1
+    assert len(_packed(made)) == 4 * len(native_model(made)._layers) + 1
     found = torch.stack([one.logits[0] for one in answers(made)])
     assert 0 < (found - plain).norm() < allowed * plain.norm()
 
@@ -64,10 +64,10 @@ def test_logits_are_those_of_the_model_within_what_bits_cost(
 def _packed(made: RecordingBackend) -> list[PackedQuantizedMatrix]:
     layers = [
         layer
-        for one in made._model._layers
+        for one in native_model(made)._layers
         for layer in (one.qkv, one.attn_out, mlp_of(one).up, mlp_of(one).down)
     ]
-    matrices = (*(part.matrix for part in layers), made._model._head)
+    matrices = (*(part.matrix for part in layers), native_model(made)._head)
     return [matrix for matrix in matrices if isinstance(matrix, PackedQuantizedMatrix)]
 
 
@@ -105,22 +105,23 @@ def test_in_chunks_too(kernels: KernelSet, tmp_path: Path) -> None:
 def test_what_is_held_takes_less(kernels: KernelSet, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-biases")
     made = backend(tmp_path, 4, kernels)
-    layer = made._model._layers[0]
+    layer = native_model(made)._layers[0]
     up = mlp_of(layer).up
     assert isinstance(up.matrix, PackedQuantizedMatrix)
     assert up.matrix.packed.codes.numel() == 2 * 112 * 96 // 2
     assert up.bias is not None
     assert up.bias.dtype == torch.float32
-    assert made._model._embed.dtype == torch.float32
+    assert native_model(made)._embed.dtype == torch.float32
     assert made.get_kv_schema().model_fingerprint.endswith("-int4")
 
 
 def test_a_tied_head_is_quantized_and_the_embedding_is_not(kernels: KernelSet, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-head80-tied")
     made = backend(tmp_path, 4, kernels)
-    assert made._model._embed.dtype == torch.float32
-    assert isinstance(made._model._head, PackedQuantizedMatrix)
-    assert made._model._head.packed.bits == 8
+    assert native_model(made)._embed.dtype == torch.float32
+    head = native_model(made)._head
+    assert isinstance(head, PackedQuantizedMatrix)
+    assert head.packed.bits == 8
 
 
 def test_without_a_kernel_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from sagellm.core.errors import ConfigError, MissingWeightsError, UnsupportedMod
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.matrices import Dense, PackedQuantizedMatrix
 from tests.accel.quantization.checkpoints import KINDS, Kind, made_for
-from tests.engines.native.driver import Driver, RecordingBackend, mlp_of
+from tests.engines.native.driver import Driver, RecordingBackend, mlp_of, native_model
 from tests.tiny_models import VOCAB, make_tiny
 
 LINEAR = re.compile(r"(self_attn|mlp)\.\w+_proj$")
@@ -80,7 +80,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
     if kernels.quantized is None:
         pytest.skip("no C++ compiler")
     made = backend(tmp_path / "quantized", kernels)
-    layer = made._model._layers[0]
+    layer = native_model(made)._layers[0]
     for one in (layer.qkv, layer.attn_out, mlp_of(layer).up, mlp_of(layer).down):
         assert isinstance(one.matrix, PackedQuantizedMatrix)
     found = logits(made)
@@ -108,7 +108,7 @@ def test_pieces_in_different_orders_are_held_dequantized(
         "held dequantized (layers.0.up.weight, the first): its pieces have their inputs in different orders"
         in caplog.text
     )
-    assert isinstance(mlp_of(made._model._layers[0]).up.matrix, PackedMatrix | Dense)
+    assert isinstance(mlp_of(native_model(made)._layers[0]).up.matrix, PackedMatrix | Dense)
     plain = logits(backend(tmp_path / "plain"))
     assert (logits(made) - plain).norm() < 0.1 * plain.norm()
 

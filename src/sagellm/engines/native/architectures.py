@@ -46,6 +46,11 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
+def is_native(config: Config) -> bool:
+    """Whether the native engine has a reader for this architecture."""
+    return any(name in _READERS for name in config.get("architectures") or [_architecture_of_type(config)])
+
+
 def _architecture_of_type(config: Config) -> str:
     """The architecture of a folder that gives only `model_type`."""
     by_type = {name.partition("For")[0].lower(): name for name in _READERS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +38,10 @@ from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, 
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.weights import num_parameters
+
+if TYPE_CHECKING:
+    from sagellm.engines.native.bridge.description import BridgedSpec
+    from sagellm.engines.native.bridge.model import BridgedModel
 
 PARAMETERS_PER_THREAD = 8_000_000
 MEASURED_TOKENS = 256
@@ -81,6 +86,8 @@ class NativeBackend:
     `split_kv`: where windows differ by layer, layers are dealt into KV groups (`kv_cache.deal_layers`), and
     what windows have passed is freed. `num_blocks` then counts one block of each group as one.
 
+    `implementation` is native, transformers (the bridge) or auto: native where the architecture is.
+
     `quantizer` quantizes matrices while they are loaded; `formats` reads matrices that a checkpoint stores
     quantized.
 
@@ -89,33 +96,18 @@ class NativeBackend:
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        compute_dtype: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_memory_fraction: float | None = None,
-        kv_memory_bytes: int | None = None,
-        host_memory_bytes: int = 0,
-        measure_prefill: bool = False,
-        max_num_seqs: int = 64,
-        max_model_len: int | None = None,
-        threads: int | None = None,
-        seed: int = 0,
-        progress: Progress | None = None,
-        kernels: KernelSource | None = None,
-        cuda_kernels: Callable[[], KernelSet] | None = None,
-        capture: CaptureSource | None = None,
-        quantizer: WeightQuantizer | None = None,
-        formats: FormatSource | None = None,
-        split_kv: bool = True,
-    ) -> None:
+        self, model: str | Path, *, device: str = "auto", dtype: str = "auto", compute_dtype: str = "auto",
+        block_size: int = 16, num_blocks: int | None = None, kv_memory_fraction: float | None = None,
+        kv_memory_bytes: int | None = None, host_memory_bytes: int = 0, measure_prefill: bool = False,
+        max_num_seqs: int = 64, max_model_len: int | None = None, threads: int | None = None, seed: int = 0,
+        progress: Progress | None = None, kernels: KernelSource | None = None,
+        cuda_kernels: Callable[[], KernelSet] | None = None, capture: CaptureSource | None = None,
+        quantizer: WeightQuantizer | None = None, formats: FormatSource | None = None,
+        split_kv: bool = True, implementation: str = "auto",
+    ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        source = CheckedModel.of(model, device, max_model_len, quantizer, formats)
+        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
         num_weights = num_parameters(source.plan)
@@ -170,18 +162,28 @@ class NativeBackend:
     def _load(
         self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
         block_size: int, split_kv: bool,
-    ) -> tuple[DecoderModel, KVCacheSchema]:  # fmt: skip
-        spec, weights = self._spec, loader.weights(source.plan, progress)
+    ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
+        spec = source.spec
+        groups = deal_layers(spec.windows) if split_kv else ()
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
-        self._packed, self._weight_bytes = loader.linear is not None, weights.read_bytes
+        self._packed = loader.linear is not None
+        model: DecoderModel | BridgedModel
+        if isinstance(spec, ModelSpec):
+            weights = loader.weights(source.plan, progress)
+            model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, groups)
+            self._weight_bytes = weights.read_bytes
+        else:
+            from sagellm.engines.native.bridge.model import load
+
+            model = load(spec, loader, groups, progress)
+            self._weight_bytes = model.read_bytes
         fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
         source.checkpoint.close()
         schema = KVCacheSchema(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
-            LAYOUT, model_fingerprint=fingerprint + source.label,
-            groups=deal_layers(spec.windows) if split_kv else (), values_in_keys=spec.latent is not None,
+            LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
+            values_in_keys=spec.latent is not None,
         )  # fmt: skip
-        model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, schema.groups)
         return model, schema
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
@@ -189,7 +191,9 @@ class NativeBackend:
         kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
-        if at_start and self._spec.experts is not None:  # torch waits for the rows of each expert
+        if not isinstance(self._model, DecoderModel):
+            return None
+        if at_start and self._model.spec.experts is not None:  # torch waits for the rows of each expert
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
@@ -203,7 +207,7 @@ class NativeBackend:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     @property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelSpec | BridgedSpec:
         """The model's shape, from config.json."""
         return self._spec
 

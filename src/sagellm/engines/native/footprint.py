@@ -19,6 +19,7 @@ from sagellm.core.types import KVCacheSchema, KVGroup
 from sagellm.engines.native.kv_cache import LAYOUT, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.matrices import packed
+from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import dtype_name
 from sagellm.engines.native.weights import EMBEDDING, Parameter, num_parameters
 
@@ -53,23 +54,18 @@ class Footprint:
     method: str
     codes: tuple[CodeFormat, ...]
     obstacle: str
+    is_bridged: bool = False
 
 
 def footprint(
-    model: str | Path,
-    *,
-    device: str = "cpu",
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    kernels: KernelSource | None = None,
-    quantizer: WeightQuantizer | None = None,
-    formats: FormatSource | None = None,
-    split_kv: bool = True,
-) -> Footprint:
+    model: str | Path, *, device: str = "cpu", dtype: str = "auto", max_model_len: int | None = None,
+    kernels: KernelSource | None = None, quantizer: WeightQuantizer | None = None,
+    formats: FormatSource | None = None, split_kv: bool = True, implementation: str = "auto",
+) -> Footprint:  # fmt: skip
     """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
     same errors for a model that cannot be served.
     """
-    source = CheckedModel.of(model, device, max_model_len, quantizer, formats)
+    source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation)
     spec, plan, quantization = source.spec, source.plan, source.quantization
     kernel_set = kernels(1) if kernels and source.device.type == "cpu" else KernelSet()
     loading = source.loader(dtype, "auto", kernel_set, kernel_set)
@@ -114,6 +110,7 @@ def footprint(
         quantization.method if codes else "",
         tuple(sorted(codes, key=str)),
         obstacle,
+        not isinstance(spec, ModelSpec),
     )
 
 

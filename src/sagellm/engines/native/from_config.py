@@ -20,10 +20,11 @@ try:
     from sagellm.accel.fusion.triton import triton_kernels
     from sagellm.accel.quantization.round_to_nearest import RoundToNearest
     from sagellm.accel.quantization.weight_format import weight_format
-    from sagellm.engines.native.architectures import read_config, read_spec
+    from sagellm.engines.native.architectures import read_config
     from sagellm.engines.native.backend import NativeBackend
     from sagellm.engines.native.footprint import Footprint, footprint
     from sagellm.engines.native.hub import model_folder
+    from sagellm.engines.native.implementations import described
     from sagellm.engines.native.matrices import quantization_of
     from sagellm.engines.native.memory import pool_blocks
     from sagellm.engines.native.recorded_steps import cuda_capture
@@ -80,6 +81,7 @@ def _held_as(config: Config) -> dict[str, Any]:
         "kernels": cpu_kernels if config.engine.kernels == "auto" else None,
         "quantizer": None if bits is None else RoundToNearest(bits),
         "formats": weight_format,
+        "implementation": config.model.implementation,
     }
 
 
@@ -91,9 +93,9 @@ def model_source(config: Config) -> Path:
     held_as = _held_as(config)
 
     def check(folder: Path) -> None:
-        described = read_config(folder)
-        read_spec(described)
-        quantization_of(described, held_as["quantizer"], held_as["formats"])
+        found = read_config(folder)
+        described(found, held_as["implementation"])
+        quantization_of(found, held_as["quantizer"], held_as["formats"])
         tokenizer_file(folder)
 
     model = config.model

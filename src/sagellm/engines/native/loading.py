@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -20,9 +20,10 @@ from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
-from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
+from sagellm.engines.native.implementations import check_config, described
 from sagellm.engines.native.matrices import (
     NOT_QUANTIZED,
     Dense,
@@ -44,6 +45,9 @@ from sagellm.engines.native.weights import (
     parameters,
     stored_tensors,
 )
+
+if TYPE_CHECKING:
+    from sagellm.engines.native.bridge.description import BridgedSpec
 
 log = logging.getLogger("sagellm.quantization")
 Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
@@ -71,7 +75,7 @@ class CheckedModel:
     """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet."""
 
     folder: Path
-    spec: ModelSpec
+    spec: ModelSpec | BridgedSpec
     quantization: Quantization
     device: torch.device
     max_model_len: int
@@ -81,24 +85,29 @@ class CheckedModel:
     @classmethod
     def of(
         cls, model: str | Path, device: str, max_model_len: int | None, quantizer: WeightQuantizer | None,
-        formats: FormatSource | None,
+        formats: FormatSource | None, implementation: str = "auto",
     ) -> Self:  # fmt: skip
         """The options are those of `NativeBackend`. Raises `ModelError` for a model that cannot be served and
         `ConfigError` for an option that makes no sense.
         """
-        folder = model_folder(model)
+        folder = model_folder(model, check=lambda found: check_config(found, implementation))
         config = read_config(folder)
-        spec = read_spec(config)
+        spec = described(config, implementation)
         quantization = quantization_of(config, quantizer, formats)
         where, length = usable_device(device), model_length(spec, max_model_len)
         spec = spec.for_length(length)
-        plan, checkpoint = parameters(spec), Checkpoint(folder)
+        checkpoint = Checkpoint(folder)
+        if not isinstance(spec, ModelSpec):
+            return cls(folder, spec, quantization, where, length, spec.plan, checkpoint)
+        plan = parameters(spec)
         check(plan, checkpoint, quantization.stored)
         return cls(folder, spec, quantization, where, length, plan, checkpoint)
 
     @property
     def label(self) -> str:
         """A suffix for the fingerprint: what makes another model of the same checkpoint."""
+        if not isinstance(self.spec, ModelSpec):
+            return f"{self.quantization.label}-transformers"
         is_short = any(
             rope is not None and rope.long_factors and not rope.is_long for rope in self.spec.ropes
         )
@@ -203,6 +212,14 @@ class WeightLoader:
             plain.store(row, piece.values().to(self.dtype).to(plain.dtype))
             row += piece.shape[0]
         return plain
+
+    def matrix_of(self, name: str, values: torch.Tensor) -> Matrix:
+        """The matrix of values in memory, in the form in which it is held."""
+        if self.quantization.quantizer is not None:
+            return self._packed(name, [self.quantization.quantizer.quantized(name, values.to(self.dtype))])
+        matrix = self.empty(values.shape, multiplied=True)
+        matrix.store(0, values.to(matrix.dtype))
+        return matrix
 
     def _values(self, parameter: Parameter) -> StoredMatrix:
         matrix = self.empty(parameter.shape, multiplied=self.multiplies_by_values_of(parameter))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sagellm.core.errors import ConfigError
 from sagellm.engines.native.measure import cpu_s, one_thread
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
+
+if TYPE_CHECKING:
+    from sagellm.engines.native.bridge.description import BridgedSpec
 
 
 def check_counts(**counts: int | None) -> None:
@@ -33,7 +38,7 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def model_length(spec: ModelSpec, wanted: int | None) -> int:
+def model_length(spec: ModelSpec | BridgedSpec, wanted: int | None) -> int:
     """Tokens of the longest sequence. Raises `ConfigError` beyond the model's positions."""
     if wanted is not None and wanted > spec.max_model_len:
         raise ConfigError(
