@@ -69,6 +69,11 @@ class BridgedSpec:
     value_dim: None = None
     latent: None = None
 
+    @property
+    def prompt_head_dims(self) -> int:
+        """Dims of a head's key and value together."""
+        return 2 * self.head_dim
+
     def for_length(self, length: int) -> Self:
         """The spec for sequences of up to `length` tokens."""
         return self
