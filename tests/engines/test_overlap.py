@@ -29,7 +29,14 @@ def engine(
 ) -> Engine:
     capability = backend.capability()
     clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
-    kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=clock)
+    kv = build_kv(
+        config,
+        capability.num_blocks,
+        groups=backend.get_kv_schema().groups,
+        max_chunk=24,
+        swap=build_swap(capability),
+        clock=clock,
+    )
     scheduler = PassPipeline(strategies.make(strategy))
     return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=overlap, clock=clock)
 
@@ -143,7 +150,11 @@ def test_the_same_tokens_as_without(  # noqa: C901 - one story
     block = data.draw(st.sampled_from([1, 2, 4]))
     num_host_blocks = data.draw(st.sampled_from([0, 0, 3, 40]))
     num_blocks = data.draw(st.integers(32, 120)) // block
-    backend = Failing(num_blocks, block, max_model_len=48, num_host_blocks=num_host_blocks)
+    some = st.sampled_from([(None,), (None, 3), (None, None, 5, 9)])
+    windows = (None,) if num_host_blocks else data.draw(some)
+    backend = Failing(
+        num_blocks * len(windows), block, max_model_len=48, num_host_blocks=num_host_blocks, windows=windows
+    )
     reuse = data.draw(st.sampled_from([{}, {}, {"index_as_computed": True}, {"prefix_caching": False}]))
     busy = engine(backend, strategy=strategy, **reuse)
     expected: dict[str, list[int]] = {}

@@ -144,14 +144,14 @@ class Planner:
     def plan_ahead(self, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
         """Plan the step behind the one in flight, whose result is not known yet.
 
-        Returns None where a request would have to leave the batch or memory is short; with a sliding window,
-        since blocks behind the window would be given up too early; and where a prompt that ends in the step
-        in flight is shared with its group. Then nothing has changed but evictions, the order of the running
-        requests, and what `foresee` has published.
+        Returns None where a request would have to leave the batch or memory is short; where all layers have
+        a sliding window, since blocks behind it would be given up too early; and where a prompt that ends in
+        the step in flight is shared with its group. Then nothing has changed but evictions, the order of the
+        running requests, and what `foresee` has published.
         """
         draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
-        if self._kv.has_windows or ends_shared:
+        if self._kv.window is not None or ends_shared:
             return None
         in_flight.drop_finished(table.decodes)
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices

@@ -129,10 +129,7 @@ class BlockAllocator:
         Returns them, in the order of `RequestBlocks.table`. Raises `CapacityError`.
         """
         own, groups = blocks.own, self._groups
-        wanted = num_blocks
-        if groups is not None:
-            wanted *= groups.per_block
-            groups.advance(blocks)
+        wanted = num_blocks if groups is None else num_blocks * groups.per_block
         if self.pool.num_free < wanted or self.quota is not None:
             self._in_need = blocks
             self.make_room(wanted, own.account)

@@ -121,7 +121,8 @@ class KVCacheManager:
         self.index, self.pool, self.quota = index, pool, quota
         self.metrics, self.misses, self.swap = metrics, misses, swap
         self.num_groups = max(1, len(groups))
-        self.has_windows = window is not None or self.num_groups > 1
+        self.window = window
+        has_windows = window is not None or self.num_groups > 1
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.index_as_computed = index_as_computed
@@ -139,7 +140,7 @@ class KVCacheManager:
             index, pool, self._tables, sharing, self._pages, prefix_caching=prefix_caching
         )
         self.is_published = self._registrar.is_published
-        self._publishes_early = index_as_computed and prefix_caching and not self.has_windows
+        self._publishes_early = index_as_computed and prefix_caching and not has_windows
         self.hints = KVHints(index, sharing.namespace_of, now)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share)
         self.quotes = Quotes(
@@ -263,7 +264,7 @@ class KVCacheManager:
     @property
     def is_regular(self) -> bool:
         """Whether a step that only decodes does nothing here but append blocks."""
-        return not self.has_windows and self._tables.all_sent and self.hints.is_idle
+        return self.window is None and self._pages is None and self._tables.all_sent and self.hints.is_idle
 
     # -- preempted requests in host memory
 
@@ -298,6 +299,10 @@ class KVCacheManager:
             binding.require("executed", BindingStage.BOUND)  # only a step without requests binds nothing
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
+        if (
+            self._pages is not None
+        ):  # not when they were bound: a step in flight may still fail and be repeated
+            self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
         if self.swap is not None and self.swap.num_used:
             self.swap.copied(binding.draft.swapped)
             for chunk in binding.draft.admitted():
@@ -325,7 +330,7 @@ class KVCacheManager:
         blocks, prompt = self._blocks_of(state, "commit"), state.num_prompt_tokens
         self._tables.mark_sent(state.request_id)
         if self._pages is not None:
-            self._pages.advance(blocks)
+            self._pages.advance((blocks,))
         was_published = self._registrar.confirm(state.request_id)
         if state.num_computed < prompt:
             if self.index_as_computed:

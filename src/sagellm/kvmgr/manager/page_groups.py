@@ -289,13 +289,14 @@ class PageGroups:
             for table in pages.tables:
                 del table[len(table) - num_blocks :]
 
-    def advance(self, blocks: RequestBlocks) -> None:
-        """The windows of a request have moved on to its computed tokens."""
-        for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            first = rule.first_needed(blocks.state.num_computed)
-            if first > pages.needed_from:
-                rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
-                self._move(rule, pages, needed_from=first)
+    def advance(self, requests: Iterable[RequestBlocks]) -> None:
+        """The windows of requests have moved on to their computed tokens."""
+        for blocks in requests:
+            for rule, pages in zip(self.rules, blocks.pages, strict=True):
+                first = rule.first_needed(blocks.state.num_computed)
+                if first > pages.needed_from:
+                    rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
+                    self._move(rule, pages, needed_from=first)
 
     def registered(self, blocks: RequestBlocks, num_before: int, num_existing: int) -> None:
         """A request's prefix of `num_shared` blocks is in the index; attach its pages there.
