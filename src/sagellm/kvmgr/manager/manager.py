@@ -121,8 +121,7 @@ class KVCacheManager:
         self.index, self.pool, self.quota = index, pool, quota
         self.metrics, self.misses, self.swap = metrics, misses, swap
         self.num_groups = max(1, len(groups))
-        self.window = window
-        has_windows = window is not None or self.num_groups > 1
+        self.window, has_windows = window, window is not None or self.num_groups > 1
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.index_as_computed = index_as_computed
