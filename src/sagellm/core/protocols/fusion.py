@@ -201,6 +201,7 @@ class KernelSet:
     `route`: `Routes` of router logits float32 [T, experts], a correction of scores [experts] or None, a
     `RoutingRule` and counts int64 [experts], to which the rows of each expert are added. `combine`: the
     weighted sum [T, n] of expert outputs [rows, n] by `Routes`, and of [T, n] that is added, or None.
+    `grouped`: `Matrix.multiply_grouped` of x, a plain tensor of the stack, starts and bias.
 
     `record` captures work that is done by these kernels alone.
     """
@@ -215,6 +216,7 @@ class KernelSet:
     quantized: QuantizedKernel | None = None
     route: FusedKernel | None = None
     combine: FusedKernel | None = None
+    grouped: FusedKernel | None = None
     record: Capture | None = None
 
 

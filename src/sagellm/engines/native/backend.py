@@ -191,9 +191,7 @@ class NativeBackend:
         kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
-        if not isinstance(self._model, DecoderModel):
-            return None
-        if at_start and self._model.spec.experts is not None:  # torch waits for the rows of each expert
+        if not isinstance(self._model, DecoderModel) or (at_start and self._model.waits_for_routes):
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():

@@ -18,7 +18,14 @@ import torch
 from sagellm.accel.quantization.formats import mxfp4
 from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
-from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
+from sagellm.core.protocols.fusion import (
+    FusedKernel,
+    KernelSet,
+    LinearKernel,
+    Matrix,
+    QuantizedKernel,
+    StoredMatrix,
+)
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -128,7 +135,14 @@ class CheckedModel:
             computed = torch_dtype(compute_dtype)
         linear = kernel_set.linear if packing_is_faster(measured_set.linear, computed, wanted) else None
         return WeightLoader(
-            self.checkpoint, self.device, wanted, computed, self.quantization, linear, kernel_set.quantized
+            self.checkpoint,
+            self.device,
+            wanted,
+            computed,
+            self.quantization,
+            linear,
+            kernel_set.quantized,
+            kernel_set.grouped,
         )
 
 
@@ -145,6 +159,7 @@ class WeightLoader:
     quantization: Quantization = NOT_QUANTIZED
     linear: LinearKernel | None = None
     quantized: QuantizedKernel | None = None
+    grouped: FusedKernel | None = None
     _warned: bool = False
 
     def multiplies_by_values_of(self, parameter: Parameter) -> bool:
@@ -238,7 +253,8 @@ class WeightLoader:
         """A matrix to be filled, in the form in which values are held. A table is not multiplied by."""
         outputs, inputs = shape
         if self.linear is None:
-            return Dense(torch.empty(outputs, inputs, dtype=self.compute_dtype, device=self.device))
+            values = torch.empty(outputs, inputs, dtype=self.compute_dtype, device=self.device)
+            return Dense(values, grouped=self.grouped)
         if not multiplied:
             table = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
             return Dense(table, self.linear.gather)

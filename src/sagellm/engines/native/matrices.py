@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
-from sagellm.core.protocols.fusion import LinearKernel, QuantizedKernel
+from sagellm.core.protocols.fusion import FusedKernel, LinearKernel, QuantizedKernel
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightFormat, WeightQuantizer
 from sagellm.engines.native.measure import cpu_s, one_thread
 
@@ -66,6 +66,7 @@ class Dense:
 
     weight: torch.Tensor
     look_up: LookUp = look_up
+    grouped: FusedKernel | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,7 +96,13 @@ class Dense:
     def multiply_grouped(
         self, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One product for each matrix that has rows. On a GPU it waits for `starts`."""
+        """By the kernel `grouped`; else one product for each matrix that has rows, which on a GPU waits for
+        `starts`.
+        """
+        kernel = self.grouped
+        if kernel is not None and kernel.supports(x, self.weight, starts, bias).usable:
+            by_kernel: torch.Tensor = kernel.apply(x, self.weight, starts, bias)
+            return by_kernel
         bounds: list[int] = starts.tolist()
         matrices = self.weight.view(len(bounds) - 1, -1, self.shape[1])
         product = x.new_empty(len(x), matrices.shape[1])

@@ -155,6 +155,13 @@ class DecoderModel:
         self._ropes = [RopeTable(rope, device, dtype, self._rows_of) for rope in ropes]
         self._gate = self._kernels.silu_and_mul or self._kernels.gelu_and_mul
 
+    @property
+    def waits_for_routes(self) -> bool:
+        """Whether torch reads the rows of each expert from the device, so that a GPU cannot record steps."""
+        kernels = self._kernels
+        by_kernel = kernels.route is not None and kernels.combine is not None and kernels.grouped is not None
+        return self.spec.experts is not None and not by_kernel
+
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
         for rope in self._ropes:

@@ -19,6 +19,12 @@ with warnings.catch_warnings():
 
     from sagellm.accel.fusion.triton.attention import FEWEST_ROWS, attention_kernel, reduce_kernel, tile_sizes
     from sagellm.accel.fusion.triton.draw import draw_kernel
+    from sagellm.accel.fusion.triton.experts import (
+        combine_kernel,
+        grouped_kernel,
+        route_kernel,
+        sort_kernel,
+    )
     from sagellm.accel.fusion.triton.glue import (
         add_rms_norm_kernel,
         rope_to_cache_kernel,
@@ -69,6 +75,28 @@ def glue(dtype: str) -> Iterator[Case]:
         yield silu_and_mul_kernel, {"wide": own, "output": own}, {"TILE": 1024, "GELU": gelu}
 
 
+def experts(dtype: str) -> Iterator[Case]:
+    own, constants = f"*{dtype}", {"PER_TOKEN": 8, "TILE": 1024}
+    types = {"x": own, "weight": own, "starts": "*i64", "bias": own, "y": own}
+    for rows in (16, 128):
+        wide = dtype != "fp32"
+        tiles = {"ROWS": rows, "COLUMNS": 128 if wide and rows == 128 else 64, "TILE": 64 if wide else 32}
+        yield grouped_kernel, types, {"PADDED_COUNT": 128, "HAS_BIAS": True, **tiles}
+    types = {"outputs": own, "weights": "*fp32", "places": "*i64", "added": own, "y": own}
+    yield combine_kernel, types, constants | {"ADDS": True}
+
+
+def routing() -> Iterator[Case]:
+    types = dict.fromkeys(("logits", "correction", "weights"), "*fp32") | {"choices": "*i32", "scale": "fp32"}
+    constants = {
+        "GROUPS": 8, "SIZE": 32, "PADDED_GROUPS": 8, "PADDED_SIZE": 32, "KEPT_GROUPS": 4, "GROUP_BEST": 2,
+        "PER_TOKEN": 8, "PADDED_CHOICES": 8, "SIGMOID": True, "CORRECTED": True, "RENORMALIZE": True,
+    }  # fmt: skip
+    yield route_kernel, types, constants
+    types = dict.fromkeys(("tokens", "places", "starts", "counts"), "*i64") | {"choices": "*i32"}
+    yield sort_kernel, types, {"PER_TOKEN": 8, "TILE": 1024}
+
+
 def cases(*, every: bool) -> Iterator[Case]:
     for dtype, dim, group in [
         ("bf16", 128, 2),
@@ -83,6 +111,8 @@ def cases(*, every: bool) -> Iterator[Case]:
     yield reduce_kernel, pointers, {"DIM": 128, "DIMS": 128, "SPLITS": 8, "SINKS": True}
     for dtype in ("bf16", "fp32") if every else ("bf16",):
         yield from glue(dtype)
+        yield from experts(dtype)
+    yield from routing()
     yield draw_kernel, {"logits": "*fp32", "params": "*fp64", "tokens": "*i64"}, {"TILE": 4096}
 
 

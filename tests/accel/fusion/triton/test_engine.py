@@ -14,9 +14,11 @@ from sagellm.accel.fusion.triton import triton_kernels
 from sagellm.core.protocols.fusion import Capture, KernelSet, Work
 from sagellm.core.types import SamplingParams
 from sagellm.engines.native import attention
+from tests.accel.fusion.triton.scenes import interpreted
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
+NAMES = ("llama", "qwen3-head80-window", "qwen3-moe", "deepseek3-moe-groups", "gpt-oss")
 DRAWN = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=3)
 
 
@@ -45,7 +47,7 @@ def generate(folder: Path, kernels: KernelSet, device: str) -> list[Running]:
     return done
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-head80-window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", interpreted(NAMES[:1], NAMES))
 @pytest.mark.parametrize("chunks", [True, False], ids=["all by kernel", "decode by kernel"])
 def test_the_same_tokens_as_torch(
     name: str, chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,11 @@ def triton_kernels() -> KernelSet:
     try:
         from sagellm.accel.fusion.triton.attention import TritonPagedAttention
         from sagellm.accel.fusion.triton.draw import TritonDraw
+        from sagellm.accel.fusion.triton.experts import (
+            TritonCombineExperts,
+            TritonGroupedLinear,
+            TritonRouteToExperts,
+        )
         from sagellm.accel.fusion.triton.glue import (
             TritonAddRmsNorm,
             TritonGeluAndMul,
@@ -35,4 +40,7 @@ def triton_kernels() -> KernelSet:
         silu_and_mul=TritonSiluAndMul(),
         gelu_and_mul=TritonGeluAndMul(),
         draw=TritonDraw(),
+        route=TritonRouteToExperts(),
+        combine=TritonCombineExperts(),
+        grouped=TritonGroupedLinear(),
     )
