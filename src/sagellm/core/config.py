@@ -237,6 +237,9 @@ class ServerConfig(Section):
     shutdown_grace_s: float = key(
         20.0, "seconds that running requests have to end at shutdown; the rest is cut off", ge=0.0, le=86400.0
     )
+    expert_metrics: bool = key(
+        False, "show in /metrics how many rows each expert has computed: a series per layer and expert"
+    )
     cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN)], ...] = key(
         (), "origins whose pages may call the server, as https://host:port; *: all"
     )

@@ -190,6 +190,7 @@ class Engine:
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
+        expert_rows = getattr(self.backend, "expert_rows", dict)
         return EngineDiagnostics(
             evicted_blocks=dict(kv.allocator.num_evicted),
             internal_fragmentation=fragmentation.internal,
@@ -198,6 +199,7 @@ class Engine:
             num_pinned_blocks=kv.pins.num_blocks,
             pass_time_s=dict(self.scheduler.pass_time_s),
             reuse_by_tenant={} if kv.metrics is None else kv.metrics.by_tenant(),
+            expert_rows=expert_rows(),
         )
 
     def capability(self) -> CapabilityDescriptor:

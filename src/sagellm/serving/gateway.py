@@ -145,7 +145,9 @@ class Gateway:
         self._hurried = False
         self._loop = EngineLoop(llm, self._deliver)
         self._asyncio: asyncio.AbstractEventLoop | None = None
-        self.metrics = ServerMetrics(llm.model_name, llm.capability(), lambda: self._loop.stats)
+        self.metrics = ServerMetrics(
+            llm.model_name, llm.capability(), lambda: self._loop.stats, experts=settings.expert_metrics
+        )
 
     def start(self) -> None:
         self._asyncio = asyncio.get_running_loop()

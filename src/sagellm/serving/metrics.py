@@ -42,16 +42,18 @@ class ServerMetrics(Collector):
     """Counts requests and tokens, and shows the engine's load.
 
     Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
-    thread.
+    thread. With `experts` it shows the rows of each.
     """
 
     def __init__(
-        self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats]
-    ) -> None:
+        self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats], *,
+        experts: bool = False,
+    ) -> None:  # fmt: skip
         self.registry = CollectorRegistry()
         self.diagnostics = EngineDiagnostics()
         self._model = model_name
         self._stats = stats
+        self._shows_experts = experts
         self.registry.register(self)
         build = Info("sagellm_build", "Version and device", (_LABEL,), registry=self.registry)
         build.labels(model_name).info(
@@ -154,6 +156,16 @@ class ServerMetrics(Collector):
         if stats.misses is not None:
             text = "Prompt blocks that had to be computed, by cause"
             yield self._count("kv_misses", text, stats.misses._asdict(), "cause")
+        if self._shows_experts:
+            yield self._expert_rows()
+
+    def _expert_rows(self) -> Metric:
+        text = "Rows that each expert has computed"
+        family = CounterMetricFamily("sagellm_expert_rows", text, labels=(_LABEL, "layer", "expert"))
+        for layer, rows in self.diagnostics.expert_rows.items():
+            for expert, count in enumerate(rows):
+                family.add_metric((self._model, str(layer), str(expert)), count)
+        return family
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[Metric]:
         for name, text, count in (

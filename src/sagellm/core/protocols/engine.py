@@ -40,6 +40,7 @@ class EngineDiagnostics:
     `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
+    `expert_rows`: by layer, how many rows each of its experts has computed.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class EngineDiagnostics:
     num_pinned_blocks: int = 0
     pass_time_s: Mapping[str, float] = field(default_factory=dict)
     reuse_by_tenant: Mapping[str, TenantReuse] = field(default_factory=dict)
+    expert_rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class InferenceBackend(Protocol):
 
     The plug-in is a factory: called with the `config` and, if it has parameters of these names, the engine's
     `clock` and a `progress`; other parameters are `engine.backend_options`. A backend with an attribute
-    `engine_type`, a subclass of `Engine`, is run by that.
+    `engine_type`, a subclass of `Engine`, is run by that. `expert_rows()`, where a backend has it, gives
+    `EngineDiagnostics.expert_rows`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.

@@ -305,6 +305,10 @@ class NativeBackend:
         join = Join(0, "start-up", prompt.tobytes(), count, 0, blocks, params, frozenset())
         return ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "start-up", 0, count, samples=True),))
 
+    def expert_rows(self) -> dict[int, list[int]]:
+        """By layer with experts, how many rows each expert has computed. Call it between steps."""
+        return self._model.expert_rows() if isinstance(self._model, DecoderModel) else {}
+
     def close(self) -> None:
         """Free weights and KV, and restore torch's threads. The last call of a backend."""
         torch.set_num_threads(self._torch_threads)

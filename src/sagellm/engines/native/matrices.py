@@ -96,8 +96,9 @@ class Dense:
     def multiply_grouped(
         self, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """By the kernel `grouped`; else one product for each matrix that has rows, which on a GPU waits for
-        `starts`.
+        """By the kernel `grouped`; else one product for each matrix that has rows.
+
+        Without the kernel a GPU waits for `starts`.
         """
         kernel = self.grouped
         if kernel is not None and kernel.supports(x, self.weight, starts, bias).usable:

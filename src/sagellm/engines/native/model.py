@@ -157,10 +157,24 @@ class DecoderModel:
 
     @property
     def waits_for_routes(self) -> bool:
-        """Whether torch reads the rows of each expert from the device, so that a GPU cannot record steps."""
+        """Whether torch reads from the device how many rows experts have.
+
+        Such steps cannot be recorded on a GPU.
+        """
         kernels = self._kernels
         by_kernel = kernels.route is not None and kernels.combine is not None and kernels.grouped is not None
         return self.spec.experts is not None and not by_kernel
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """By layer with experts, how many rows each has computed.
+
+        Padding of recorded steps is counted too.
+        """
+        mixtures = {i: own.mlp for i, own in enumerate(self._layers) if isinstance(own.mlp, Mixture)}
+        if not mixtures:
+            return {}
+        counts = torch.stack([mixture.counts for mixture in mixtures.values()]).tolist()
+        return dict(zip(mixtures, counts, strict=True))
 
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""

@@ -1,7 +1,7 @@
-"""Mixture of experts in Triton: routing, one product for all experts of a layer, and the weighted sum.
+"""Mixture of experts in Triton: routing, grouped products and the weighted sum.
 
-The device alone knows how many rows an expert has, so a step does not wait for it and can be recorded. Sums
-are float32 and rounded once.
+A product for all experts of a layer is one launch. The device alone knows how many rows an expert has, so a
+step does not wait for it and can be recorded. Sums are float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def route_kernel(
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
     PADDED_CHOICES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, RENORMALIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program: one token, its experts as [groups, size]. Each choice takes the best that is left."""
+    """Program: one token. Its experts are [groups, size]; each choice takes the best that is left."""
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_SIZE)
     expert = group[:, None] * SIZE + member[None, :]
@@ -182,7 +182,10 @@ def _in_kept_groups(
     rank: tl.tensor, group: tl.tensor, member: tl.tensor, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     BEST: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`rank`, minus infinity in other groups than the best; a group's score is the sum of its best."""
+    """`rank`, minus infinity in groups that are not kept.
+
+    A group's score is the sum of its best experts.
+    """
     left = rank
     score = tl.zeros_like(tl.max(rank, 1))
     for _ in tl.static_range(BEST):
