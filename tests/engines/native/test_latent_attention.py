@@ -11,7 +11,7 @@ import torch
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.core.errors import UnsupportedModelError
-from sagellm.core.protocols.fusion import FusedKernel, Scores
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Scores
 from sagellm.engines.native.architectures import read_spec
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.backend import NativeBackend
@@ -20,6 +20,7 @@ from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.matrices import Dense
+from sagellm.engines.native.model import NO_KERNELS
 from tests.engines.native.driver import native_model
 from tests.tiny_models import save_tiny
 
@@ -42,7 +43,7 @@ def filled(dtype: torch.dtype) -> PagedKV:
     return kv
 
 
-def attended(planner: AttentionPlanner, kv: PagedKV) -> torch.Tensor:
+def attended(planner: AttentionPlanner, kv: PagedKV, kernels: KernelSet = NO_KERNELS) -> torch.Tensor:
     """A decode row at position 20, a chunk behind 13 tokens, and a whole prompt of 9."""
     decode, prefill = (
         [Span(0, 1, 20, range(6))],
@@ -51,7 +52,7 @@ def attended(planner: AttentionPlanner, kv: PagedKV) -> torch.Tensor:
     generator, dtype = torch.Generator().manual_seed(3), kv.keys[0].dtype
     weight = torch.randn(HEADS * (SPEC.nope_dim + SPEC.value_dim), SPEC.rank, generator=generator).to(dtype)
     norm = torch.rand(SPEC.rank, generator=generator).to(dtype)
-    layer = LatentLayer.of(SPEC, 1e-6, None, None, None, norm, Dense(weight))
+    layer = LatentLayer.of(SPEC, 1e-6, kernels, None, None, norm, Dense(weight))
     projected = torch.randn(21, HEADS * SPEC.key_dim + SPEC.width, generator=generator).to(dtype)
     slots = torch.tensor(
         [s.block_ids[p // 4] * 4 + p % 4 for s in decode + prefill for p in range(s.start, s.end)]
@@ -73,8 +74,10 @@ def test_both_forms_are_the_same(expands: Any) -> None:
         pytest.skip("no C++ compiler")
     for chunks in (True, False):
         kv = filled(torch.float32)
-        found = attended(AttentionPlanner(kv, kernel, chunks=chunks, expands=expands), kv)
-        torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
+        planner = AttentionPlanner(kv, kernel, chunks=chunks, expands=expands)
+        for kernels in (NO_KERNELS, cpu_kernels(2)):
+            found = attended(planner, kv, kernels)
+            torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
 
 
 def test_long_chunks_and_whole_prompts_are_expanded() -> None:
@@ -109,8 +112,11 @@ def test_absorbed_weights_are_those_of_a_quantized_matrix(bits: int, tmp_path: P
         latent = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
         key, value = own.kv_up.multiply(latent).view(6, 40).split([24, 16], dim=1)
         slack = 0.02 if bits == 4 else 1e-4  # with 4 bits activations have 8
-        torch.testing.assert_close(own.absorb_key @ latent[0], key, atol=slack, rtol=slack)
-        torch.testing.assert_close((latent @ own.absorb_value)[:, 0], value, atol=slack, rtol=slack)
+        by_head = own.absorb_value.multiply(latent[:, None].expand(1, 6, -1))[0]
+        torch.testing.assert_close(by_head, value, atol=slack, rtol=slack)
+        query = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(1))
+        products = own.absorb_key.multiply(query)[0] @ latent[0]
+        torch.testing.assert_close(products, (query[0] * key).sum(1), atol=20 * slack, rtol=slack)
 
 
 def test_biases_of_attention_are_refused() -> None:

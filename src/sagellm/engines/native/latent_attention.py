@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import FusedKernel, Matrix, Scores
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, LinearKernel, Matrix, Scores
 from sagellm.engines.native.attention import AttentionPlan, PrefillPlan, Span, attend, attend_chunk
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.latent_spec import LatentSpec
@@ -38,12 +38,41 @@ def fewer_expanded(latent: LatentSpec, num_heads: int, span: Span) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix for each head: `dense` [heads, inputs, outputs], or a kernel's `stack`."""
+
+    dense: torch.Tensor | None
+    stack: Matrix | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, linear: LinearKernel | None) -> HeadMatrices:
+        """Those of `weight` [heads, outputs, inputs]."""
+        heads, outputs, inputs = weight.shape
+        if linear is None or not linear.multiplies(weight.dtype, weight.dtype):
+            return cls(weight.mT.contiguous(), None)
+        stack = linear.empty(heads * outputs, inputs, weight.dtype, torch.zeros)
+        stack.store(0, weight.reshape(-1, inputs))
+        return cls(None, stack)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [T, heads, inputs] to [T, heads, outputs]."""
+        by_head = x.transpose(0, 1)
+        if self.stack is None:
+            assert self.dense is not None
+            return torch.bmm(by_head, self.dense).transpose(0, 1)
+        heads, rows = by_head.shape[:2]
+        starts = torch.arange(0, heads * rows + 1, rows)
+        product: torch.Tensor = self.stack.multiply_grouped(by_head.reshape(heads * rows, -1), starts)
+        return product.view(heads, rows, -1).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentLayer:
     """Weights of one layer's latent attention, beside its first and its last projection.
 
     `query_up` gives the heads' queries from a normed latent query; None where the first projection does.
-    `kv_up` [heads x (nope_dim + value_dim), rank] gives keys and values. `absorb_key` [heads, nope_dim, rank]
-    and `absorb_value` [heads, rank, value_dim] are the same weights. `add_rms_norm` does the norms, if there
+    `kv_up` [heads x (nope_dim + value_dim), rank] gives keys and values. `absorb_key`, from nope_dim to rank,
+    and `absorb_value`, from rank to value_dim, are the same weights. `add_rms_norm` does the norms, if there
     is such a kernel.
     """
 
@@ -54,20 +83,20 @@ class LatentLayer:
     query_up: Matrix | None
     kv_norm: torch.Tensor
     kv_up: Matrix
-    absorb_key: torch.Tensor
-    absorb_value: torch.Tensor
+    absorb_key: HeadMatrices
+    absorb_value: HeadMatrices
 
     @classmethod
     def of(
-        cls, spec: LatentSpec, eps: float, add_rms_norm: FusedKernel | None, query_norm: torch.Tensor | None,
+        cls, spec: LatentSpec, eps: float, kernels: KernelSet, query_norm: torch.Tensor | None,
         query_up: Matrix | None, kv_norm: torch.Tensor, kv_up: Matrix,
     ) -> LatentLayer:  # fmt: skip
         """The layer with its absorbed weights. They are read off the matrix, whatever form that has."""
         unit = torch.eye(spec.rank, dtype=kv_norm.dtype, device=kv_norm.device)
         weight = kv_up.multiply(unit).t().unflatten(0, (-1, spec.nope_dim + spec.value_dim))
         key, value = weight.split([spec.nope_dim, spec.value_dim], dim=1)
-        absorbed = key.contiguous(), value.mT.contiguous()
-        return cls(spec, eps, add_rms_norm, query_norm, query_up, kv_norm, kv_up, *absorbed)
+        absorbed = (HeadMatrices.of(part, kernels.linear) for part in (key.mT, value))
+        return cls(spec, eps, kernels.add_rms_norm, query_norm, query_up, kv_norm, kv_up, *absorbed)
 
     def attend(
         self, plan: AttentionPlan, kv: PagedKV, index: int, projected: torch.Tensor, slots: torch.Tensor,
@@ -112,10 +141,9 @@ class LatentLayer:
         self, plan: AttentionPlan, kv: PagedKV, index: int, nope: torch.Tensor, rope: torch.Tensor,
         vectors: torch.Tensor, scores: Scores | None,
     ) -> torch.Tensor:  # fmt: skip
-        in_latent_space = torch.bmm(nope.transpose(0, 1), self.absorb_key).transpose(0, 1)
-        query, key = torch.cat([in_latent_space, rope], dim=2), vectors[:, None]
+        query, key = torch.cat([self.absorb_key.multiply(nope), rope], dim=2), vectors[:, None]
         mixed = attend(plan, kv, index, query, key, key[..., : self.spec.rank], scores)
-        return torch.bmm(mixed.transpose(0, 1), self.absorb_value).transpose(0, 1)
+        return self.absorb_value.multiply(mixed)
 
     def _attend_expanded(
         self, chunk: PrefillPlan, kv: PagedKV, index: int, query: torch.Tensor, vectors: torch.Tensor,

@@ -145,8 +145,8 @@ class DecoderModel:
         self.kinds = layer_kinds(spec.windows, groups)
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
         self._kernels = usable_glue(kernels, spec, dtype, device)
-        norm = self._kernels.add_rms_norm
-        self._layers = [_layer(spec, weights, i, kind, ropes, norm) for i, kind in enumerate(self.kinds)]
+        glue = self._kernels
+        self._layers = [_layer(spec, weights, i, kind, ropes, glue) for i, kind in enumerate(self.kinds)]
         self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
@@ -356,7 +356,7 @@ def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0
 
 def _layer(
     spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind, ropes: Sequence[RopeSpec],
-    add_rms_norm: FusedKernel | None,
+    kernels: KernelSet,
 ) -> DecoderLayer:  # fmt: skip
     def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
@@ -371,18 +371,16 @@ def _layer(
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
         linear("out"), norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
-        -1 if own is None else ropes.index(own), _latent(spec, weights, index, add_rms_norm),
+        -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
     )  # fmt: skip
 
 
-def _latent(
-    spec: ModelSpec, weights: ModelWeights, index: int, add_rms_norm: FusedKernel | None
-) -> LatentLayer | None:
+def _latent(spec: ModelSpec, weights: ModelWeights, index: int, kernels: KernelSet) -> LatentLayer | None:
     if spec.latent is None:
         return None
     ours, tensors = f"layers.{index}.", weights.tensors
     return LatentLayer.of(
-        spec.latent, spec.norm_eps, add_rms_norm, tensors.get(ours + "query_norm.weight"),
+        spec.latent, spec.norm_eps, kernels, tensors.get(ours + "query_norm.weight"),
         weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
         weights.matrices[ours + "kv_up"],
     )  # fmt: skip
