@@ -70,8 +70,13 @@ def test_norm_and_gate(rows: int, columns: int, dtype: torch.dtype) -> None:
     mine, theirs = x.clone(), x.clone()
     close(norm, norm.apply(mine, delta, weight, 1e-6), norm.reference(theirs, delta, weight, 1e-6))
     assert torch.equal(mine, theirs)
+    mine, theirs = x.clone(), x.double()
+    inputs = delta.double(), weight.double(), 1e-6, weight.double()
+    close(norm, norm.apply(mine, delta, weight, 1e-6, weight), norm.reference(theirs, *inputs))
     wide = torch.cat([x, delta], dim=1)
-    close(gate, gate.apply(wide), gate.reference(wide.double()))
+    for kernel in (gate, KERNELS.gelu_and_mul):
+        assert kernel is not None
+        close(kernel, kernel.apply(wide), kernel.reference(wide.double()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

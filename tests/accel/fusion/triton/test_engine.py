@@ -18,7 +18,7 @@ from tests.accel.fusion.triton.scenes import interpreted
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
-NAMES = ("llama", "qwen3-head80-window", "qwen3-moe", "deepseek3-moe-groups", "gpt-oss")
+NAMES = ("llama", "qwen3-head80-window", "qwen3-moe", "deepseek3-moe-groups", "gpt-oss", "gemma3")
 DRAWN = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=3)
 
 
