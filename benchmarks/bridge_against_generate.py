@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=2 python benchmarks/bridge_against_generate.py --model-type helium --batches 1 8 32
 
-Both run in this process, in turns, with the same prompts and number of tokens. A figure is the median of tokens
-per second, prompts included; the library runs in bfloat16 and float32, and its faster one counts.
+Both run in this process, in turns, with the same prompts and number of tokens. A figure is the median of
+tokens per second, prompts included; the library runs in bfloat16 and float32, and its faster one counts.
 """
 
 from __future__ import annotations
