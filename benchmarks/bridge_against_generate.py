@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python benchmarks/bridge_against_generate.py --model-type helium --batches 1 8 32
 
 Both run in this process, in turns, with the same prompts and number of tokens. A figure is the median of
-tokens per second, prompts included; the library runs in bfloat16 and float32, and its faster one counts.
+tokens per second, prompts included; the library runs in all `--dtypes`, and its fastest one counts.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="those of the library")
     given = parser.parse_args()
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[given.model_type]
     kind = getattr(transformers, names if isinstance(names, str) else names[0])
@@ -84,8 +85,7 @@ def main() -> None:
         torch.manual_seed(0)
         kind(CONFIG_MAPPING[given.model_type](**S)).bfloat16().save_pretrained(folder)
         sides = {
-            "generate float32": theirs(Path(folder), kind, torch.float32),
-            "generate bfloat16": theirs(Path(folder), kind, torch.bfloat16),
+            **{f"generate {name}": theirs(Path(folder), kind, getattr(torch, name)) for name in given.dtypes},
             "bridge": ours(Path(folder), given.threads),
         }
         kernel_threads = torch.get_num_threads()
