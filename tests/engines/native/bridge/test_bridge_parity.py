@@ -8,8 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, build_passes, load_config
+from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.footprint import footprint
 from tests.bridged_models import BRIDGED_MODELS, save_bridged
 from tests.builders import PreemptAtRandom, run_all
 from tests.engines.native.driver import RecordingBackend
@@ -82,3 +86,17 @@ def test_the_engine_reuses_prefixes_and_resumes_preempted_requests(model_type: s
     assert before is not None
     assert after is not None
     assert after.num_hit_tokens - before.num_hit_tokens > 40
+
+
+@quiet
+def test_plain_linears_are_quantized(tmp_path: Path, kernels: KernelSet) -> None:
+    model, prompt = save_bridged(tmp_path, "gpt2"), prompts((33,))[0]
+    backend = NativeBackend(
+        tmp_path, num_blocks=8, threads=1, kernels=lambda threads: kernels, quantizer=RoundToNearest(8)
+    )
+    ours, theirs = backend.prompt_logits(prompt), reference(model, prompt, 1)[1][0]
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.999
+    size = footprint(tmp_path, kernels=lambda threads: kernels, quantizer=RoundToNearest(8))
+    assert size.is_bridged
+    assert [code.bits for code in size.codes] == [8]
+    backend.close()

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.fusion import Scores
@@ -159,6 +160,15 @@ def _check_form(name: str, model: Any) -> None:
         raise refusal(name, "its layers keep a state beside keys and values")
 
 
+def weight_of(linear: nn.Module) -> torch.Tensor:
+    """The weight [outputs, inputs] of a plain linear.
+
+    That of a `Conv1D` is stored transposed.
+    """
+    weight = linear.get_parameter("weight").detach()
+    return weight.t() if isinstance(linear, Conv1D) else weight
+
+
 @dataclass(slots=True)
 class _Uses:
     """What a trace has seen of the linears."""
@@ -171,12 +181,12 @@ def _watched_linears(model: nn.Module) -> _Uses:
     """Notes which plain linears the next forward passes call, or read."""
     seen = _Uses(set(), set())
 
-    class Noted(nn.Linear):
+    class Noted(nn.Module):
         """A linear that notes its uses."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             (seen.called if x.dtype == torch.float32 else seen.read).add(self.name)
-            return x.new_empty(*x.shape[:-1], self.out_features)
+            return x.new_empty(*x.shape[:-1], self.num_outputs)
 
         def __getattr__(self, key: str) -> Any:
             if key == "weight":
@@ -184,9 +194,10 @@ def _watched_linears(model: nn.Module) -> _Uses:
             return super().__getattr__(key)
 
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Conv1D):
+            num_outputs = weight_of(module).shape[0]
             module.__class__ = Noted
-            module.name = name
+            module.name, module.num_outputs = name, num_outputs
     return seen
 
 
@@ -292,7 +303,12 @@ def _parameters(
 ) -> Iterator[Parameter]:
     multiplied = {f"{name}.weight" for name in linears}
     for name, parameter in model.named_parameters():
-        piece = (WeightPiece(name, tuple(parameter.shape)),)
+        shape = tuple(parameter.shape)
+        if name in multiplied:
+            noted: Any = model.get_submodule(name.removesuffix(".weight"))
+            outputs: int = noted.num_outputs
+            shape = outputs, parameter.numel() // outputs
+        piece = (WeightPiece(name, shape),)
         if parameter is table.weight:
             yield Parameter(EMBEDDING, piece, is_multiplied=is_ours)
         else:

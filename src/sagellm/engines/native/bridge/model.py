@@ -13,7 +13,7 @@ from sagellm.core.errors import MissingWeightsError, ModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Matrix, Scores, StoredMatrix
 from sagellm.core.types import KVGroup
-from sagellm.engines.native.bridge.description import BridgedSpec
+from sagellm.engines.native.bridge.description import BridgedSpec, weight_of
 from sagellm.engines.native.bridge.interface import PAGED, BridgedLayer, CurrentStep, place
 from sagellm.engines.native.bridge.probe import check_steps
 from sagellm.engines.native.bridge.quiet import quiet
@@ -178,7 +178,7 @@ def _ours(spec: BridgedSpec, model: Any, loader: WeightLoader) -> list[Matrix]:
     names = {id(module): name for name, module in model.named_modules()}
     for name in spec.linears:
         linear = model.get_submodule(name)
-        matrix = loader.matrix_of(f"{name}.weight", linear.weight.data)
+        matrix = loader.matrix_of(f"{name}.weight", weight_of(linear))
         bias = linear.bias
         if bias is not None:
             bias = bias.data.to(loader.device, loader.compute_dtype)
