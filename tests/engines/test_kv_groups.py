@@ -213,3 +213,29 @@ def test_a_wrong_count_is_found() -> None:
     with pytest.raises(BookkeepingError, match="counted wrong"):
         engine.check()
     rule.pass_by([lead])
+
+
+@pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 8)])
+def test_an_end_from_which_two_went_is_kept_though_the_second_found_its_window(
+    windows: tuple[int | None, ...],
+) -> None:
+    engine, shared = engine_with(windows), list(range(100))
+    serve(engine, "a", [*shared, *[500] * 30])
+    assert serve(engine, "b", [*shared, *[600] * 30])[0] == 100  # by pages that nothing keeps
+    pages, pool = engine.kv._pages, engine.kv.pool
+    assert pages is not None
+    behind = sum(len(rule._behind) * rule.num_groups for rule in pages.rules)
+    engine.kv.allocator.make_room(pool.num_free + behind, NO_ACCOUNT)
+    assert serve(engine, "c", [*shared, *[700] * 30])[0] == 100
+
+
+@pytest.mark.parametrize("num_pages", range(72, 79))
+def test_what_max_model_len_allows_is_served_with_and_without_a_hit(num_pages: int) -> None:
+    windows = (None, *[8] * 5)
+    for cached in (0, 4, 50):
+        backend = TokenMemoryBackend(num_pages, BLOCK, max_model_len=200, windows=windows, vocab_size=997)
+        engine = fake_engine(backend, max_batched_tokens=16)
+        if cached:
+            serve(engine, "before", range(cached))
+        longest = range(engine.max_model_len - 1)
+        assert serve(engine, "longest", longest)[1] == expected_tokens(backend, longest, 1)

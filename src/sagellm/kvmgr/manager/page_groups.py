@@ -114,9 +114,9 @@ class WindowPages:
         self.attached[lead] = pages
         self._place(lead)
 
-    def end_at(self, lead: int) -> int | None:
-        """`lead`, if a prefix ended there."""
-        return lead if lead in self._ends else None
+    def has_end(self, lead: int) -> bool:
+        """Whether a prefix ended with this leading block."""
+        return lead in self._ends
 
     def add_end(self, leads: Sequence[int], previous: int | None) -> int | None:
         """A prefix ends with these leading blocks. Its last window is kept, if it is whole.
@@ -126,7 +126,7 @@ class WindowPages:
         last = leads[-1]
         tail = leads[self.first_needed(len(leads) * self._block_size) :]
         if self.window is None or last in self._ends or any(lead not in self.attached for lead in tail):
-            return self.end_at(last) or previous
+            return last if last in self._ends else previous
         self._ends[last] = PrefixEnd(array("i", tail), previous)
         for lead in tail:
             self._ends_over[lead] += 1
@@ -270,7 +270,7 @@ class PageGroups:
             for lead in leads[first:]:
                 for table, page in zip(tables, rule.attached[lead], strict=True):
                     table.append(page)
-            end = rule.end_at(leads[-1]) if leads else None
+            end = next(filter(rule.has_end, reversed(leads)), None)
             blocks.pages.append(RequestPages(own, tables, len(leads), first, end))
             rule.need(leads[first:])
 
@@ -322,7 +322,7 @@ class PageGroups:
                 self._pool.take_back(INDEX_OWNER, duplicates)
             self._move(rule, pages, first_own=stop)
             rule.need(leads[max(pages.needed_from, num_before) :])
-            if num_before < num_existing < len(leads):  # another request went another way from there
+            if 0 < num_existing < len(leads):  # another request went another way from there
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
             pages.end = rule.add_end(leads, pages.end)
 
@@ -353,16 +353,18 @@ class PageGroups:
 
         They are computed in chunks, so what a window has passed is reused.
         """
-        return num_blocks + sum(
-            rule.num_groups * min(num_blocks, self._most_blocks(rule, num_blocks)) for rule in self.rules
-        )
+        return self.pages_to_admit((), 0, num_blocks)
 
-    def pages_to_hold(self, leads: Sequence[int], num_unpinned: int) -> int:
-        """Pages that stop being evictable when a hit with these leading blocks is pinned."""
-        pages = num_unpinned
+    def pages_to_admit(self, leads: Sequence[int], num_unpinned: int, num_blocks: int) -> int:
+        """Pages for a hit with these leading blocks and so many new ones.
+
+        What a window needs of the hit is passed as well: a hit costs at most what computing it costs.
+        """
+        pages = num_unpinned + num_blocks
         for rule in self.rules:
             tail = leads[rule.first_needed(len(leads) * self._block_size) :]
-            pages += rule.num_groups * (num_unpinned if rule.window is None else rule.num_to_need(tail))
+            held = num_unpinned if rule.window is None else rule.num_to_need(tail)
+            pages += rule.num_groups * self._most_blocks(rule, held + num_blocks)
         return pages
 
     def pages_freed(self, blocks: RequestBlocks, num_leads: int) -> int:
@@ -376,7 +378,11 @@ class PageGroups:
         return freed
 
     def most_blocks(self, num_pages: int) -> int:
-        """Blocks of tokens that one request can have in so many pages."""
+        """Blocks of tokens that one request can have in so many pages.
+
+        Passes count whole blocks of all groups.
+        """
+        num_pages -= num_pages % self.per_block
         low, high = num_pages // self.per_block, num_pages
         while low < high:
             middle = (low + high + 1) // 2
@@ -448,4 +454,5 @@ class PageGroups:
         self.num_passed += rule.num_groups * pages.num_passed
 
     def _most_blocks(self, rule: WindowPages, num_blocks: int) -> int:
-        return num_blocks if rule.window is None else rule.window_blocks + self._chunk_blocks
+        most = num_blocks if rule.window is None else rule.window_blocks + self._chunk_blocks
+        return min(num_blocks, most)

@@ -111,8 +111,8 @@ class Quotes:
         unpinned = self._index.num_unpinned_on_path(hit) if hit.num_blocks else 0
         if self._pages is None:
             return new + unpinned
-        held = self._pages.pages_to_hold(self._index.block_ids(hit), unpinned)
-        return cdiv(self._pages.pages_of(new) + held, self._per_block)
+        pages = self._pages.pages_to_admit(self._index.block_ids(hit), unpinned, new)
+        return cdiv(pages, self._per_block)
 
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         blocks, lost = self._tables[state.request_id], self._num_lost(state)
