@@ -11,10 +11,12 @@ from sagellm.core.config import KVConfig
 from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
@@ -27,6 +29,8 @@ def fake_engine(
     max_batched_tokens: int = 32,
     passes: Sequence[SchedulerPass] | None = None,
     events: EventBus | None = None,
+    speculation: Speculation | None = None,
+    overlap: bool = False,
     **kv_options: Any,
 ) -> Engine:
     """An engine over `TokenMemoryBackend`, with the default modules."""
@@ -44,7 +48,16 @@ def fake_engine(
         events=events,
     )
     scheduler = PassPipeline(passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()])
-    return Engine(backend, kv, scheduler, max_batched_tokens=max_batched_tokens, clock=clock, events=events)
+    return Engine(
+        backend,
+        kv,
+        scheduler,
+        max_batched_tokens=max_batched_tokens,
+        overlap=overlap,
+        speculation=speculation,
+        clock=clock,
+        events=events,
+    )
 
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
@@ -84,6 +97,26 @@ def expected_tokens(backend: TokenMemoryBackend, prompt: Iterable[int], max_toke
 
 
 TENANT_A, TENANT_B = Namespace(tenant="a"), Namespace(tenant="b")
+
+
+class RandomProposer:
+    """Proposes what `TokenMemoryBackend` will draw: all of it, a part and then others, or others alone."""
+
+    def __init__(self, backend: TokenMemoryBackend, seed: int) -> None:
+        self.random, self.backend, self.known = random.Random(seed), backend, set[str]()
+
+    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+        self.known.add(request_id)
+        num_right = self.random.choice([0, num_tokens, self.random.randrange(num_tokens + 1)])
+        right = expected_tokens(self.backend, tokens, num_right)
+        num_other = self.random.randrange(num_tokens - num_right + 1)
+        return Proposal((*right, *(self.random.randrange(97) for _ in range(num_other))))
+
+    def observe(self, request_id: str, num_accepted: int) -> None:
+        assert request_id in self.known
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
 
 
 class PreemptAtRandom:

@@ -1,11 +1,12 @@
 """Random workloads through whole engines: every policy, strategy, index and pool, with overlap, swap, quotas,
-pins, forks, aborts and random preemption.
+pins, forks, aborts, random preemption and proposed tokens.
 
     python -m tests.engine_fuzz --seconds 600 --seed 1
 
-What holds in every case, after every step: the tokens are those of the slow twin (`expected_tokens`), the
-books balance, every request ends, and no request is ended for memory that fits alone: beside what is pinned,
-below its ceilings, and without the blocks that are guaranteed to others.
+What holds in every case, after every step: the tokens and their log-probabilities are those of the slow
+twin (`expected_tokens`), whatever is proposed; the books balance, every request ends, and no request is ended
+for memory that fits alone: beside what is pinned, below its ceilings, and without the blocks that are
+guaranteed to others.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from sagellm.core.types import SLO, FinishReason, Namespace, Request, Tokens
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
-from tests.builders import PreemptAtRandom, check_books, expected_tokens, request
+from tests.builders import PreemptAtRandom, RandomProposer, check_books, expected_tokens, request
 
 TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
 MAX_STEPS = 20_000
@@ -59,6 +61,7 @@ class Case:
     class_shares: dict[str, dict[str, float]]
     sharing_groups: dict[str, list[str]]
     windows: tuple[int | None, ...] = (None,)
+    num_proposed: int = 0
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -86,6 +89,8 @@ class Case:
             class_shares=_shares(draw, CLASSES[1:]) if has_quotas and draw.random() < 0.5 else {},
             sharing_groups={"g": ["a", "c"]} if draw.random() < 0.3 else {},
         )
+        if draw.random() < 0.5:
+            case = replace(case, num_proposed=draw.choice([1, 3, 9]))
         if window is not None or draw.random() < 0.6:
             return case
         no_shares: dict[str, dict[str, float]] = {}
@@ -136,8 +141,14 @@ class Case:
             PassPipeline(passes),
             max_batched_tokens=self.max_batched_tokens,
             overlap=self.overlap,
+            speculation=self._speculation(backend),
             clock=clock,
         )
+
+    def _speculation(self, backend: TokenMemoryBackend) -> Speculation | None:
+        if not self.num_proposed:
+            return None
+        return Speculation(RandomProposer(backend, self.seed), self.num_proposed)
 
     def fits_alone(self, one: Request, num_pinned: int) -> bool:
         """Whether the request could end with nothing else running, whatever the cache holds then: below its
@@ -171,6 +182,7 @@ class Run:
         self.seen: Counter[str] = Counter()
         self.longest = min(96, case.num_blocks * case.block_size)
         self._tokens: dict[str, list[int]] = {}
+        self._logprobs: dict[str, list[float]] = {}
         self._pins: list[PrefixHit] = []
         self._most_pinned = 0
 
@@ -178,7 +190,7 @@ class Run:
         try:
             self.engine.add(one)
         except ContextLengthError:
-            self.seen["refused"] += 1
+            self.seen["too long"] += 1
             return
         self._began(one)
 
@@ -210,6 +222,8 @@ class Run:
         self.clock.advance(seconds)
         for output in self.engine.step():
             self._tokens[output.request_id].extend(output.new_token_ids)
+            self._logprobs[output.request_id].extend(entry.logprob for entry in output.logprobs)
+            assert output.num_output_tokens == len(self._tokens[output.request_id])
             if output.finish_reason is not None:
                 self._ended(self.requests[output.request_id], output.finish_reason, output.error)
         check_books(self.engine)
@@ -225,12 +239,18 @@ class Run:
             self.unpin()
         check_books(self.engine)
         assert self.engine.kv.block_states().active == 0
+        if self.engine.speculation is not None:
+            self.seen["accepted"] += self.engine.speculation.num_accepted
+            self.seen["refused"] += (
+                self.engine.speculation.num_proposed - self.engine.speculation.num_accepted
+            )
         self.engine.close()
 
     def _began(self, one: Request) -> None:
         self.requests[one.request_id] = one
         self.alive.append(one.request_id)
         self._tokens[one.request_id] = []
+        self._logprobs[one.request_id] = []
 
     def _ended(self, one: Request, reason: FinishReason, error: str | None) -> None:
         self.alive.remove(one.request_id)
@@ -241,6 +261,8 @@ class Run:
         expected = expected_tokens(backend, one.tokens, one.params.max_tokens)
         drawn = self._tokens[one.request_id]
         assert drawn == expected[: len(drawn)], f"{one.request_id}: {drawn}, not {expected}"
+        if one.params.logprobs is not None:
+            assert self._logprobs[one.request_id] == [-float(len(one.tokens) + i) for i in range(len(drawn))]
         if reason is FinishReason.ERROR:
             fits = self.case.fits_alone(one, self._most_pinned)
             assert not fits, f"{one.request_id} fits alone, and ended with: {error}"
@@ -272,6 +294,7 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
         name,
         text[: draw.randrange(1, max(2, run.longest // 2))],
         draw.randrange(1, max(2, run.longest // 2)),
+        logprobs=draw.choice([None, 0]),
         namespace=Namespace(tenant=draw.choice(TENANTS)),
         service_class=draw.choice(CLASSES),
         priority=draw.choice([0, 0, 0, 5, -5]),

@@ -41,10 +41,10 @@ class ScriptedMemory(TokenMemoryBackend):
             self._drawn_of[join.row] = (join.request_id, join.num_prompt_tokens)
         return super().execute(plan)
 
-    def _draw(self, row_id: int) -> int:
-        super()._draw(row_id)
+    def _draw(self, row_id: int, num_tokens: int) -> int:
+        super()._draw(row_id, num_tokens)
         name, num_prompt_tokens = self._drawn_of[row_id]
-        return self._answers[name][len(self._rows[row_id].tokens) - num_prompt_tokens]
+        return self._answers[name][num_tokens - num_prompt_tokens]
 
 
 class Recorder:

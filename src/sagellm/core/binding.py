@@ -44,7 +44,8 @@ class Binding:
     members of the decode batch that take part in the step; None means all.
 
     Requests in decode are many, so their new blocks are columns: request `appended_to[i]` got block
-    `appended_ids[i]`; with several KV groups, as many blocks as there are groups. The backend is sent what
+    `appended_ids[i]`; with several KV groups, as many blocks as there are groups. A request with proposed
+    tokens may be there several times. The backend is sent what
     changed in their block tables with `table_deltas`.
     """
 

@@ -145,13 +145,17 @@ class CopyOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOp(Operation):
-    """Compute the last token of a row, at `position`, and sample the next."""
+    """Compute the last token of a row, at `position`, and sample the next.
+
+    With a `chain`, compute these proposed tokens too, and sample behind each.
+    """
 
     word: ClassVar[str] = "decode"
     phase: ClassVar[Phase] = Phase.DECODE
     samples: ClassVar[bool] = True
     row: int
     position: int
+    chain: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -159,7 +163,7 @@ class DecodeOp(Operation):
 
     @property
     def end(self) -> int:
-        return self.position + 1
+        return self.position + 1 + len(self.chain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sagellm.core.errors import PlanError
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit, PromptSpan
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
 
@@ -198,7 +199,9 @@ class Draft:
 
     `preempted` says of each request whether its KV is saved in host memory; it is, if it fits.
     `hits` keeps prefix hits of waiting requests, by id, so that no pass looks them up twice.
-    `num_draft_tokens`: tokens that a speculative decoder may propose for each request in decode.
+    `num_draft_tokens`: tokens that the engine's proposer may propose for each request in decode. `proposals`:
+    what it has proposed, of requests in decode in the order of the batch. The planner asks it behind the
+    passes and the bind, so proposals take what is left of budget and memory, and delay no other work.
     `placements`: by request id, the instances that compute it, where that is not this one.
     """
 
@@ -214,6 +217,7 @@ class Draft:
     transfers: list[Transfer] = field(default_factory=list)
     placements: dict[str, PhasePlacement] = field(default_factory=dict)
     num_draft_tokens: int = 0
+    proposals: dict[RequestState, tuple[int, ...]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
 
@@ -228,7 +232,8 @@ class Draft:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks.values())
+        num_tokens = self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks.values())
+        return num_tokens + sum(map(len, self.proposals.values())) if self.proposals else num_tokens
 
     @property
     def num_scheduled(self) -> int:
@@ -339,12 +344,24 @@ class Prefill:
     samples: bool
 
 
+class Chain(NamedTuple):
+    """A row in decode computes its last token, and proposed tokens behind it.
+
+    At each of these positions the model draws its own token, as if one step had come after the other. The
+    drawn tokens count up to and including the first that is not the proposed one; KV behind them is void.
+    """
+
+    row: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
     """One step for a backend. Order of effects: left, joined, table deltas, copies, compute, transfers.
 
     `decode_rows[i]` computes the token at `decode_positions[i]`, the row's last: the last one drawn for it
-    or, where none was drawn yet, the last of its `Join`. Tokens are drawn for `sample_rows`, in that order.
+    or, where none was drawn yet, the last of its `Join`. Some of these rows have a chain; `chains` are in
+    the order of `decode_rows`. Tokens are drawn for `sample_rows`, in that order.
     """
 
     step: int
@@ -359,8 +376,9 @@ class ExecutionPlan:
     placements: tuple[tuple[str, PhasePlacement], ...] = ()
     preempted: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
+    chains: tuple[Chain, ...] = ()
     num_draft_tokens: int = 0
-    """Tokens that a speculative decoder may propose for each request in decode."""
+    """Tokens that a proposer may propose for each request in decode."""
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -373,7 +391,11 @@ class ExecutionPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) + self.num_prefill_tokens
+        return len(self.decode_rows) + self.num_prefill_tokens + self.num_proposed_tokens
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        return sum([len(chain.token_ids) for chain in self.chains]) if self.chains else 0
 
     @property
     def is_empty(self) -> bool:
@@ -383,14 +405,31 @@ class ExecutionPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A backend's answer: `token_ids[i]` was drawn for `plan.sample_rows[i]`.
+    """A backend's answer: the tokens that were drawn for `plan.sample_rows`, in that order.
 
-    `logprobs` has an entry, by row, where the request asked for them. `prompt_logprobs` has one for each row
-    that asked for those and computed a part of its prompt: of the tokens that follow the positions of that
-    part, within the prompt.
+    That is one for each row, and one more for each accepted token of its chain: `num_accepted[i]` proposed
+    tokens of `plan.chains[i]` are the first that were drawn for its row.
+
+    `logprobs` has those of the drawn tokens, by row, where the request asked for them. `prompt_logprobs` has
+    an entry for each row that asked for those and computed a part of its prompt: of the tokens that follow
+    the positions of that part, within the prompt.
     """
 
     step: int
     token_ids: tuple[int, ...] = ()
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    num_accepted: tuple[int, ...] = ()
+
+    def num_drawn(self, plan: ExecutionPlan) -> list[int]:
+        """How many tokens were drawn for each of `plan.decode_rows`."""
+        if len(self.num_accepted) != len(plan.chains):
+            raise PlanError(f"{len(plan.chains)} chains were planned, {len(self.num_accepted)} are answered")
+        accepted = {chain.row: num for chain, num in zip(plan.chains, self.num_accepted, strict=True)}
+        return [1 + accepted.get(row, 0) for row in plan.decode_rows]
+
+
+def accepted_length(proposed: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many leading proposed tokens equal those that the model draws there."""
+    pairs = zip(proposed, drawn, strict=False)
+    return next((i for i, (expected, token) in enumerate(pairs) if expected != token), len(proposed))

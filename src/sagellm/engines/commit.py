@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import compress, islice, repeat
 from typing import NamedTuple, overload
 
 from sagellm.core.binding import Binding
@@ -15,17 +15,18 @@ from sagellm.core.plan import NO_ROW, ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import FinishReason, RequestOutput, RequestStatus, TokenLogprob
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.scheduler_ir.batch import ChainCounts
 
 NOT_FINITE = "no token could be drawn: the model's logits are not finite"
 
 
 class Finish(NamedTuple):
-    """A request ends now. `token` and `logprobs` are those of its last step. With `keep` the KV that it
+    """A request ends now. `token_ids` and `logprobs` are those of its last step. With `keep` the KV that it
     computed may serve others."""
 
     state: RequestState
     reason: FinishReason
-    token: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     keep: bool = True
@@ -49,20 +50,24 @@ class Committer:
         result: StepResult,
         outputs: StepOutputs,
         now_s: float,
-        given_block_ahead: Container[str] = (),
+        num_given_ahead: Mapping[str, int] | None = None,
     ) -> Iterator[Finish]:
         """Commit the step, and yield each request that it ends. The caller must consume it to the end and end
         each request before it takes the next one. Requests in decode come first in the plan.
-        `given_block_ahead`: ids of requests that already have a block for the step after this one."""
+        `num_given_ahead`: by id, the blocks that requests already have for the step after this one."""
         self._kv.executed(binding)
         draft = binding.draft
-        num_decodes = draft.num_decodes
+        num_decodes = num_drawn = draft.num_decodes
+        counts = None
+        if plan.chains:
+            counts = _chain_counts(plan, result, num_decodes)
+            num_drawn = sum(counts.num_drawn)
         drawn: dict[int, int] = {}
-        if draft.chunks or len(result.token_ids) != num_decodes:
-            drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
+        if draft.chunks or len(result.token_ids) != num_drawn:
+            drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_drawn:], strict=True))
         if num_decodes:
-            token_ids = result.token_ids[:num_decodes]
-            yield from self._commit_decodes(binding.decode_indices, token_ids, result.logprobs, outputs)
+            token_ids, indices = result.token_ids[:num_drawn], binding.decode_indices
+            yield from self._commit_decodes(indices, token_ids, counts, result.logprobs, outputs)
         for chunk in draft.chunks.values():
             state = chunk.state
             if state.status is RequestStatus.FINISHED:
@@ -80,13 +85,13 @@ class Committer:
             state.tokens.append(token_id)
             if state.first_token_s is None:
                 state.first_token_s = now_s
-            logprobs = _as_tuple(result.logprobs.get(state.row))
+            logprobs = result.logprobs.get(state.row, ())
             reason = stop_reason(state, token_id, self._max_model_len)
             if reason is not None:
                 yield Finish(state, reason, (token_id,), logprobs)
                 continue
             outputs.append(output_of(state, (token_id,), logprobs))
-            ahead = state.request_id in given_block_ahead
+            ahead = (num_given_ahead or {}).get(state.request_id, 0)
             self._table.start_decode(
                 state, self._kv.num_slots(state.request_id) - ahead * self._kv.block_size
             )
@@ -95,33 +100,80 @@ class Committer:
         self,
         indices: list[int] | None,
         token_ids: Sequence[int],
-        logprobs: Mapping[int, TokenLogprob],
+        counts: ChainCounts | None,
+        logprobs: Mapping[int, tuple[TokenLogprob, ...]],
         outputs: StepOutputs,
     ) -> list[Finish]:
-        """Append a token to each decoding request at `indices` (None: all)."""
-        batch, size = self._table.decodes, self._vocab_size
+        """Append what was drawn to each decoding request at `indices` (None: all).
+
+        That is one token each or, with `counts`, so many.
+        """
+        batch = self._table.decodes
         states = list(batch.states) if indices is None else [batch.states[i] for i in indices]
+        drawn = list(zip(token_ids, strict=True)) if counts is None else _parts(token_ids, counts.num_drawn)
         try:
-            may_end = batch.advance(token_ids, indices)
+            may_end = batch.advance(token_ids, indices, counts)
         except ValueError:
-            drawn = list(zip(indices or range(len(batch)), states, token_ids, strict=True))
-            good = [(i, token) for i, _, token in drawn if 0 <= token < size]
-            bad = [state for _, state, token in drawn if not 0 <= token < size]
-            failed = [Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False) for state in bad]
-            if not good:
-                return failed
-            indices, token_ids = map(list, zip(*good, strict=True))
-            return failed + self._commit_decodes(indices, token_ids, logprobs, outputs)
-        ended = {
-            states[i]: (token_ids[i], reason)
-            for i in may_end
-            if (reason := stop_reason(states[i], token_ids[i], self._max_model_len)) is not None
-        }
-        outputs.add_decoded(states, token_ids, batch.lengths(indices), logprobs, ended)
-        return [
-            Finish(state, ended[state][1], (ended[state][0],), _as_tuple(logprobs.get(state.row)))
-            for state in self._table.in_order(ended)
-        ]
+            places = range(len(batch)) if indices is None else indices
+            return self._commit_finite(places, drawn, counts, logprobs, outputs)
+        ended: dict[RequestState, Finish] = {}
+        for i in may_end:
+            own, reason = self._cut_at_end(states[i], drawn[i])
+            if reason is not None:
+                own_logprobs = logprobs.get(states[i].row, ())[: len(own)]
+                ended[states[i]] = Finish(states[i], reason, own, own_logprobs)
+        outputs.add_decoded(states, drawn, batch.lengths(indices), logprobs, ended)
+        return [ended[state] for state in self._table.in_order(ended)]
+
+    def _commit_finite(
+        self,
+        indices: Sequence[int],
+        drawn: Sequence[tuple[int, ...]],
+        counts: ChainCounts | None,
+        logprobs: Mapping[int, tuple[TokenLogprob, ...]],
+        outputs: StepOutputs,
+    ) -> list[Finish]:
+        """As `_commit_decodes`, where some requests drew what is no token: these end."""
+        states = [self._table.decodes.states[i] for i in indices]
+        is_good = [all(0 <= token < self._vocab_size for token in own) for own in drawn]
+        bad = [state for state, good in zip(states, is_good, strict=True) if not good]
+        failed = [Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False) for state in bad]
+        if not any(is_good):
+            return failed
+        if counts is not None:
+            counts = ChainCounts(*(list(compress(column, is_good)) for column in counts))
+        token_ids = [token for own in compress(drawn, is_good) for token in own]
+        rest = list(compress(indices, is_good))
+        return failed + self._commit_decodes(rest, token_ids, counts, logprobs, outputs)
+
+    def _cut_at_end(
+        self, state: RequestState, drawn: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Take back the tokens behind the one that ends the request.
+
+        Returns those that stay, and why it ends.
+        """
+        for _ in drawn:
+            state.tokens.pop()
+        for num, token_id in enumerate(drawn, 1):
+            state.tokens.append(token_id)
+            reason = stop_reason(state, token_id, self._max_model_len)
+            if reason is not None:
+                return drawn[:num], reason
+        return drawn, None
+
+
+def _chain_counts(plan: ExecutionPlan, result: StepResult, num_decodes: int) -> ChainCounts:
+    """The counts of the first `num_decodes` rows in decode."""
+    proposed = {chain.row: len(chain.token_ids) for chain in plan.chains}
+    num_computed = [1 + proposed.get(row, 0) for row in plan.decode_rows[:num_decodes]]
+    return ChainCounts(num_computed, result.num_drawn(plan)[:num_decodes])
+
+
+def _parts(token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Consecutive parts of `token_ids`, so many in each."""
+    tokens = iter(token_ids)
+    return [tuple(islice(tokens, size)) for size in sizes]
 
 
 def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> FinishReason | None:
@@ -143,7 +195,7 @@ def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> Finis
 
 def output_of(
     state: RequestState,
-    token: tuple[int, ...],
+    token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprob, ...],
     reason: FinishReason | None = None,
     error: str | None = None,
@@ -152,14 +204,14 @@ def output_of(
     scheduled_s = state.scheduled_s
     return RequestOutput(
         state.request_id,
-        token,
+        token_ids,
         state.num_prompt_tokens,
         state.num_cached,
         state.num_output_tokens,
         logprobs,
         reason,
         error,
-        state.take_prompt_logprobs() if token else None,
+        state.take_prompt_logprobs() if token_ids else None,
         None if scheduled_s is None else scheduled_s - state.request.arrival_s,
         state.misses,
         state.evicted,
@@ -198,25 +250,25 @@ class StepOutputs(Sequence[RequestOutput]):
     def add_decoded(
         self,
         states: list[RequestState],
-        token_ids: Sequence[int],
+        drawn: Sequence[tuple[int, ...]],
         lengths: Iterable[int],
-        logprobs: Mapping[int, TokenLogprob],
+        logprobs: Mapping[int, tuple[TokenLogprob, ...]],
         skipped: Container[RequestState],
     ) -> None:
-        """Add a token for each request but the `skipped`. `lengths`: tokens of each request, this one
+        """Add the drawn tokens of each request but the `skipped`. `lengths`: tokens of each request, these
         included."""
         self.materialize()
         rows = [state.row for state in states] if logprobs else repeat(NO_ROW, len(states))
         self._decoded = (
             RequestOutput(
                 state.request_id,
-                (token_id,),
+                token_ids,
                 state.num_prompt_tokens,
                 state.num_cached,
                 int(length) - state.num_prompt_tokens,
-                _as_tuple(logprobs.get(row)) if logprobs else (),
+                logprobs.get(row, ()) if logprobs else (),
             )
-            for state, token_id, length, row in zip(states, token_ids, lengths, rows, strict=True)
+            for state, token_ids, length, row in zip(states, drawn, lengths, rows, strict=True)
             if state not in skipped
         )
 
@@ -246,7 +298,3 @@ class StepOutputs(Sequence[RequestOutput]):
     def __getitem__(self, index: slice) -> list[RequestOutput]: ...
     def __getitem__(self, index: int | slice) -> RequestOutput | list[RequestOutput]:
         return self.materialize()[index]
-
-
-def _as_tuple(logprob: TokenLogprob | None) -> tuple[TokenLogprob, ...]:
-    return () if logprob is None else (logprob,)

@@ -18,7 +18,8 @@ requests of the step run one at a time, until each has taken its step or has fai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,7 @@ from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import Planner
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
+from sagellm.engines.speculation import Speculation
 from sagellm.engines.validation import check_request
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import BlockStates, KVCacheManager
@@ -93,6 +95,7 @@ class Engine:
         *,
         max_batched_tokens: int = 2048,
         overlap: bool = False,
+        speculation: Speculation | None = None,
         clock: Clock | None = None,
         events: EventBus | None = None,
     ) -> None:
@@ -109,6 +112,7 @@ class Engine:
         if kv.num_groups != num_groups:
             raise ValueError(f"the manager has {kv.num_groups} KV groups, the backend {num_groups}")
         self.max_num_seqs = capability.max_num_seqs
+        self.speculation = speculation
         self.max_model_len = min(capability.max_model_len, kv.quotes.most_blocks * kv.block_size)
         self.last_plan: ExecutionPlan | None = None
         self.last_step = NO_STEP
@@ -116,7 +120,9 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._recovery = Recovery(max_batched_tokens)
-        self._planner = Planner(table, kv, scheduler, self._recovery, clock=self.clock, events=self.events)
+        self._planner = Planner(
+            table, kv, scheduler, self._recovery, speculation, clock=self.clock, events=self.events
+        )
         self.view = EngineView(self, self._planner, table)
         self._committer = Committer(
             table, kv, vocab_size=capability.vocab_size, max_model_len=self.max_model_len
@@ -258,8 +264,8 @@ class Engine:
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
-        ahead = self._given_block_ahead()
-        self._request_table.check(lambda name: self.kv.num_slots(name) - (name in ahead) * self.kv.block_size)
+        ahead, size = self._num_given_ahead(), self.kv.block_size
+        self._request_table.check(lambda name: self.kv.num_slots(name) - ahead.get(name, 0) * size)
 
     def close(self) -> None:
         for request_id in list(self._request_table.states):
@@ -377,17 +383,19 @@ class Engine:
         if current.decoding:
             plan, result = current.reorder(result)
         self.last_plan = plan
+        if self.speculation is not None and plan.chains:
+            self.speculation.observe(current.binding.draft, plan, result)
         ended = self._committer.commit(
-            current.binding, plan, result, self._outputs, self.clock.now(), self._given_block_ahead()
+            current.binding, plan, result, self._outputs, self.clock.now(), self._num_given_ahead()
         )
         for finish in ended:
             self._finish(finish)
 
-    def _given_block_ahead(self) -> frozenset[str]:
-        """Ids of requests to which planning ahead gave a block."""
+    def _num_given_ahead(self) -> Mapping[str, int]:
+        """By id of request in decode, the blocks that the in-flight step brought it."""
         if self._in_flight is None:
-            return frozenset()
-        return frozenset(state.request_id for state in self._in_flight.binding.appended_to)
+            return {}
+        return Counter(state.request_id for state in self._in_flight.binding.appended_to)
 
     # -- leaving the batch
 
@@ -403,13 +411,15 @@ class Engine:
 
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
-        state, reason, token, logprobs, error, keep = finish
+        state, reason, token_ids, logprobs, error, keep = finish
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)
+        if self.speculation is not None:
+            self.speculation.forget(state)
         self._request_table.finish(state, reason)
         if reason is not FinishReason.ABORT:
-            self._outputs.append(output_of(state, token, logprobs, reason, error))
+            self._outputs.append(output_of(state, token_ids, logprobs, reason, error))
         self.events.emit(finished_event(state, reason, self.clock.now()))
 
     def _take_outputs(self) -> StepOutputs:
@@ -419,6 +429,7 @@ class Engine:
     def _emit_step(self, plan: ExecutionPlan, began_s: float) -> None:
         if self.events.wants(StepDone):
             running, waiting = len(self._request_table.running), len(self._request_table.waiting)
-            prompts, decodes = plan.num_prefill_tokens, len(plan.decode_rows)
+            prompts = plan.num_prefill_tokens
+            decodes = plan.num_tokens - prompts
             spent_s = self.clock.now() - began_s
             self.events.emit(StepDone(plan.step, prompts, decodes, running, waiting, spent_s))

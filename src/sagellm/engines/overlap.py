@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import Chain, ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -57,6 +58,7 @@ class InFlightStep:
         binding, draft = self.binding, self.binding.draft
         for name in [n for n, chunk in draft.chunks.items() if chunk.state.status is RequestStatus.FINISHED]:
             del draft.chunks[name]
+        draft.proposals = {s: t for s, t in draft.proposals.items() if s.status is not RequestStatus.FINISHED}
         draft.skipped_decodes, binding.decode_indices = {}, None
         if batch.states != self.decoding:
             takes_part = set(self.decoding)
@@ -71,11 +73,18 @@ class InFlightStep:
         index_of = {state: index for index, state in enumerate(self.decoding)}
         members = binding.draft.decodes.states
         kept = [index_of[members[index]] for index in binding.decode_indices]
-        rows, positions, tokens = plan.decode_rows, plan.decode_positions, result.token_ids
-        count = len(self.decoding)
+        rows, positions, num_drawn = plan.decode_rows, plan.decode_positions, result.num_drawn(plan)
+        count, ends = len(self.decoding), list(accumulate(num_drawn))
+        tokens = [result.token_ids[end - num : end] for num, end in zip(num_drawn, ends, strict=True)]
+        rest = result.token_ids[ends[count - 1] :]
+        chains, accepted = dict(plan.chains), dict(zip(rows, num_drawn, strict=True))
+        kept_chains = tuple(Chain(rows[i], chains[rows[i]]) for i in kept if rows[i] in chains)
         plan = replace(
             plan,
             decode_rows=(*(rows[i] for i in kept), *rows[count:]),
             decode_positions=(*(positions[i] for i in kept), *positions[count:]),
+            chains=kept_chains,
         )
-        return plan, replace(result, token_ids=(*(tokens[i] for i in kept), *tokens[count:]))
+        num_accepted = tuple(accepted[chain.row] - 1 for chain in kept_chains)
+        token_ids = (*(token for i in kept for token in tokens[i]), *rest)
+        return plan, replace(result, token_ids=token_ids, num_accepted=num_accepted)

@@ -13,8 +13,9 @@ from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import PassPipeline, freeze, verify_bound
+from sagellm.kvmgr.scheduler_ir import PassPipeline, freeze, verify_bound, verify_proposals
 
 
 class MustLeave(NamedTuple):
@@ -37,6 +38,7 @@ class Planner:
         kv: KVCacheManager,
         scheduler: PassPipeline,
         recovery: Recovery,
+        speculation: Speculation | None = None,
         *,
         clock: Clock,
         events: EventBus,
@@ -45,6 +47,7 @@ class Planner:
         self._kv = kv
         self._scheduler = scheduler
         self._recovery = recovery
+        self._speculation = speculation
         self._clock = clock
         self._events = events
         self._bindable_early: Binding | None = None
@@ -61,6 +64,7 @@ class Planner:
             list(table.waiting.values()),
             {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in table.prefilling.values()},
             table.decodes,
+            num_draft_tokens=0 if self._speculation is None else self._speculation.num_tokens,
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
@@ -107,6 +111,8 @@ class Planner:
         while draft.num_scheduled:
             try:
                 self._kv.bind(binding)
+                if self._speculation is not None and not self._recovery.isolates:
+                    self._speculation.propose(binding, self._table.decodes, self._kv)
                 return None
             except CapacityError as error:
                 state, reason = self._table.states[error.request_id or ""], str(error)
@@ -128,6 +134,8 @@ class Planner:
         draft, table = binding.draft, self._table
         try:
             verify_bound(binding)
+            if draft.proposals:
+                verify_proposals(draft, table.decodes.vocab_size, self._kv.num_slots)
             for chunk in draft.admitted():
                 state, is_first = chunk.state, chunk.state.scheduled_s is None
                 table.admit(state, chunk.start, draft.step.now_s)
@@ -145,13 +153,14 @@ class Planner:
         """Plan the step behind the one in flight, whose result is not known yet.
 
         Returns None where a request would have to leave the batch or memory is short; where all layers have
-        a sliding window, since blocks behind it would be given up too early; and where a prompt that ends in
-        the step in flight is shared with its group. Then nothing has changed but evictions, the order of the
-        running requests, and what `foresee` has published.
+        a sliding window, since blocks behind it would be given up too early; where a prompt that ends in the
+        step in flight is shared with its group; and with a proposer, which has to see the tokens. Then
+        nothing has changed but evictions, the order of the running requests, and what `foresee` has
+        published.
         """
         draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
-        if self._kv.window is not None or ends_shared:
+        if self._kv.window is not None or ends_shared or self._speculation is not None:
             return None
         in_flight.drop_finished(table.decodes)
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices

@@ -168,7 +168,7 @@ class Driver:
             sequence.tokens.append(token)
             sequence.logits.append(self.backend.last_logits[i])
             if row in result.logprobs:
-                sequence.logprobs.append(result.logprobs[row])
+                sequence.logprobs += result.logprobs[row]
         for sequence in [s for s in self.running if s.done]:
             self._leave(sequence)
         self.steps += 1

@@ -14,6 +14,7 @@ from sagellm.core.errors import CapacityError, RequestError
 from sagellm.core.plan import (
     BlockCopy,
     BlockTableDelta,
+    Chain,
     Decision,
     ExecutionPlan,
     Join,
@@ -25,8 +26,9 @@ from sagellm.core.plan import (
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir.rows import Rows
-from tests.builders import PreemptAtRandom, fake_engine, request
+from tests.builders import PreemptAtRandom, RandomProposer, fake_engine, request
 
 T = TypeVar("T")
 NAMES = st.one_of(st.sampled_from(["a", "b", "req-1", "two words"]), st.text(max_size=8))
@@ -69,6 +71,7 @@ JOINS = st.builds(
     st.frozensets(NUMBERS, max_size=3),
 )
 PLACEMENTS = st.builds(PhasePlacement, NAMES, NAMES, NAMES, NAMES)
+CHAINS = st.just(()) | st.lists(NUMBERS, max_size=4).map(tuple)
 DECODES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4)
 
 
@@ -80,6 +83,8 @@ def tuples(strategy: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
 def plans(draw: st.DrawFn) -> ExecutionPlan:
     """Any plan: also one that no scheduler would make."""
     decodes = draw(DECODES)
+    rows = [row for row, _ in decodes]
+    chains = () if len(set(rows)) < len(rows) else [(row, draw(CHAINS)) for row in rows]
     return ExecutionPlan(
         step=draw(NUMBERS),
         joined=draw(tuples(JOINS)),
@@ -87,6 +92,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         table_deltas=draw(tuples(st.builds(BlockTableDelta, NUMBERS, NUMBERS, BLOCKS))),
         decode_rows=tuple(row for row, _ in decodes),
         decode_positions=tuple(position for _, position in decodes),
+        chains=tuple(Chain(row, token_ids) for row, token_ids in chains if token_ids),
         prefills=draw(tuples(st.builds(Prefill, NUMBERS, NAMES, NUMBERS, NUMBERS, st.booleans()))),
         copies=draw(tuples(st.builds(BlockCopy, TIERS, NUMBERS, TIERS, NUMBERS))),
         transfers=draw(tuples(st.builds(Transfer, NAMES, BLOCKS, NAMES))),
@@ -120,18 +126,27 @@ class PlanKeeper(TokenMemoryBackend):
             raise CapacityError("as asked")
         result = super().execute(plan)
         self.executed.append(Executed(plan, self.rows.copy()))
-        self.rows.follow(plan)
+        self.rows.follow(plan, result.num_accepted)
         return result
 
 
 def run_engine(
-    seed: int, *, windows: tuple[int | None, ...] = (None,), failing_share: float = 0.0
+    seed: int,
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    failing_share: float = 0.0,
+    num_proposed: int = 0,
 ) -> list[Executed]:
     """Plans of a small engine under pressure: shared prefixes, forks, preemptions, too little memory."""
     random = Random(seed)
     backend = PlanKeeper(random, failing_share, windows)
     budget = random.choice([8, 16, 32])
-    engine = fake_engine(backend, max_batched_tokens=budget, passes=[PreemptAtRandom(seed, 0.05)])
+    engine = fake_engine(
+        backend,
+        max_batched_tokens=budget,
+        passes=[PreemptAtRandom(seed, 0.05)],
+        speculation=Speculation(RandomProposer(backend, seed), num_proposed) if num_proposed else None,
+    )
     waiting = list(_requests(random, 12))
     while waiting or engine.has_work():
         while waiting and random.random() < 0.5:

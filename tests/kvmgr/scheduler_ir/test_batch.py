@@ -13,6 +13,7 @@ from sagellm.core.plan import RequestState
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.commit import stop_reason
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
+from sagellm.kvmgr.scheduler_ir.batch import ChainCounts
 from tests.effort import examples
 
 BLOCK, VOCAB, LONGEST = 4, 11, 30
@@ -61,6 +62,34 @@ class Batches(RuleBasedStateMachine):
         gone = data.draw(st.sampled_from(list(self.slots)))
         self.batch.leave(gone)
         del self.slots[gone]
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def chains(self, data: st.DataObject) -> None:
+        """All take part and compute several positions, for which they get blocks. Some of them count."""
+        batch, parts, counts = self.batch, dict[RequestState, list[int]](), ChainCounts([], [])
+        before = {one: one.tokens.tolist() for one in self.slots}
+        for one, remaining in zip(batch.states, batch.remaining(), strict=True):
+            computed = data.draw(st.integers(1, max(1, min(6, remaining))))
+            parts[one] = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=computed))
+            counts.num_computed.append(computed)  # type: ignore[attr-defined]
+            counts.num_drawn.append(len(parts[one]))  # type: ignore[attr-defined]
+            self.slots[one] = max(self.slots[one], cdiv(len(one.tokens) - 1 + computed, BLOCK) * BLOCK)
+        drawn = [token for own in parts.values() for token in own]
+        ends = batch.advance(drawn, None, counts)
+        for i, (one, own) in enumerate(parts.items()):
+            assert one.tokens.tolist() == [*before[one], *own]
+            for _ in own:
+                one.tokens.pop()
+            for token in own:
+                one.tokens.append(token)
+                if stop_reason(one, token, LONGEST) is not None:
+                    assert i in ends
+        for one in [list(parts)[i] for i in ends]:
+            reasons = [stop_reason(one, token, LONGEST) for token in parts[one]]
+            if any(reasons):
+                self.batch.leave(one)
+                del self.slots[one]
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
@@ -120,6 +149,8 @@ def test_a_token_outside_the_vocabulary_changes_nothing() -> None:
             batch.advance((token,))
     with pytest.raises(BookkeepingError, match="2 tokens were drawn for 1"):
         batch.advance((1, 2))
+    with pytest.raises(BookkeepingError, match="2 tokens were drawn for 1"):
+        batch.advance((1, 2), None, ChainCounts([3], [3]))
     assert one.tokens.tolist() == [0, 1, 2, 5]
     batch.check([4])
     with pytest.raises(BookkeepingError, match="3 tokens computed of 8 slots"):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from sagellm.core.plan import (
     BlockCopy,
     BlockTableDelta,
+    Chain,
     Decision,
     ExecutionPlan,
     Join,
@@ -98,6 +99,22 @@ def test_consecutive_steps_of_an_engine_differ_by_what_changed() -> None:
         changed = {change.request_id for change in diff(one.plan, other.plan, one.before, other.before)}
         joined = {join.request_id for join in other.plan.joined}
         assert joined | set(other.plan.preempted) <= changed
+
+
+def test_proposed_tokens_are_a_change_and_accepted_ones_are_not() -> None:
+    chained = replace(FIRST, chains=(Chain(0, (7, 8)),))
+    assert diff_text(FIRST, chained, ROWS, ROWS) == '+ "old" proposed are [7, 8]\n'
+    assert diff_text(chained, replace(FIRST, chains=(Chain(0, (7,)),)), ROWS, ROWS) == (
+        '~ "old" proposed are [7], not [7, 8]\n'
+    )
+    for accepted in (0, 1, 2):
+        rows = ROWS.copy()
+        rows.follow(chained, (accepted,))
+        assert (rows[0].num_computed, rows[0].num_tokens) == (9 + accepted, 10 + accepted)
+        after = ExecutionPlan(5, decode_rows=(0,), decode_positions=(9 + accepted,), chains=(Chain(0, (5,)),))
+        lines = diff_text(chained, after, ROWS, rows).splitlines()
+        assert '+ "old" proposed are [5]' in lines
+        assert not any("computes decode" in line and "old" in line for line in lines)
 
 
 def test_another_number_of_tokens_to_draft_is_a_change() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import ExecutionPlan
+from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 from sagellm.kvmgr.scheduler_ir.text import parse_graph
@@ -55,6 +55,17 @@ def test_a_wrong_plan_is_refused_by_name(wrong: str) -> None:
 def test_the_token_budget() -> None:
     with pytest.raises(PlanError, match='%9 prefill "new" brings the step to 7 tokens; the budget is 6'):
         check(RIGHT, token_budget=6)
+
+
+def test_proposed_tokens_need_slots() -> None:
+    check(RIGHT.replace("at 8 after", "at 8 chain [3:6] after"), token_budget=None)
+    with pytest.raises(PlanError, match="computes up to token 13; the table of row 0 has 3 blocks for 12"):
+        check(RIGHT.replace("at 8 after", "at 8 chain [3:7] after"), token_budget=None)
+
+
+def test_proposed_tokens_of_a_row_that_does_not_decode() -> None:
+    with pytest.raises(PlanError, match="row 3 has a chain, and does not decode"):
+        IRGraph.of(ExecutionPlan(0, chains=(Chain(3, (1,)),)))
 
 
 def test_an_instance_twice() -> None:
@@ -105,13 +116,15 @@ def test_any_plan_is_judged(one: ExecutionPlan, other: ExecutionPlan, lengths: d
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_proposed", [0, 6])
 @pytest.mark.parametrize(
     ("windows", "failing_share"), [((None,), 0.0), ((6,), 0.0), ((None,), 0.05), ((None, 6, 6), 0.0)]
 )
 def test_every_plan_of_an_engine_is_right(
-    seed: int, windows: tuple[int | None, ...], failing_share: float
+    seed: int, num_proposed: int, windows: tuple[int | None, ...], failing_share: float
 ) -> None:
-    executed = run_engine(seed, windows=windows, failing_share=failing_share)
+    executed = run_engine(seed, windows=windows, failing_share=failing_share, num_proposed=num_proposed)
+    assert any(one.plan.chains for one in executed) == bool(num_proposed)
     assert len(executed) > 10
     for one in executed:
         graph = IRGraph.of(one.plan, rows=one.before)

@@ -1,7 +1,7 @@
-"""Contract of speculative decoding: a draft proposes tokens, one forward pass verifies them.
+"""Contract of speculative decoding: a proposer proposes tokens, one forward pass verifies them.
 
 The output does not change: greedy output is equal token by token, sampled output has the same distribution. A
-draft can only make it slower, so a controller may switch it off at any step."""
+proposer can only make it slower, so a controller may switch it off at any step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sagellm.core.types import SamplingParams, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens for one sequence; empty when the draft has nothing to say.
+    """Tokens that may follow one sequence; empty when the proposer has nothing to say.
 
-    `probabilities[i]` is the draft's probability of `token_ids[i]`; empty for drafts that choose without one
-    (n-gram, suffix), which count as certain.
+    `probabilities[i]` is the proposer's probability of `token_ids[i]`; empty for proposers that choose
+    without one (n-gram, suffix), which count as certain.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The first `num_accepted` draft tokens stand, then comes `next_token`, drawn by the model itself."""
+    """The first `num_accepted` proposed tokens stand, then comes `next_token`, drawn by the model itself."""
 
     num_accepted: int
     next_token: int
@@ -51,14 +51,26 @@ class SpeculativeResult:
         return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
 
 
-class DraftModel(Protocol):
-    """Proposes. Must be cheap: it runs on every step."""
+class Proposer(Protocol):
+    """Proposes what follows the tokens of running requests. Must be cheap: it runs on every step.
 
-    def propose(self, tokens: Tokens, num_tokens: int) -> Proposal:
-        """At most `num_tokens` tokens to follow; never raises for a sequence without a continuation."""
+    It may keep what it likes of a request between two calls, by id, until `forget`.
+    """
 
-    def observe(self, tokens: Tokens, num_accepted: int) -> None:
-        """Learn how the last proposal fared."""
+    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+        """At most `num_tokens` tokens to follow, perhaps none, all in the vocabulary.
+
+        `tokens`: prompt and output so far. Those of the last call of this request are the first of them.
+        """
+
+    def observe(self, request_id: str, num_accepted: int) -> None:
+        """Learn how many tokens of the request's last proposal were accepted.
+
+        The engine may have cut the proposal short before, for lack of budget or memory.
+        """
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. It may never have been asked about."""
 
 
 class Verifier(Protocol):
@@ -75,7 +87,7 @@ class SpeculativeDecoder(Protocol):
     steps."""
 
     def generate(
-        self, draft_model: DraftModel, verifier: Verifier, prompt: Tokens, params: SamplingParams
+        self, proposer: Proposer, verifier: Verifier, prompt: Tokens, params: SamplingParams
     ) -> SpeculativeResult:
-        """The same tokens as without a draft. Errors of the draft are errors: it is switched off by a
+        """The same tokens as without a proposer. Errors of the proposer are errors: it is switched off by a
         controller that measures, not by dropping exceptions."""

@@ -258,7 +258,7 @@ class NativeBackend:
             return StepResult(plan.step, prompt_logprobs=prompts)
         drawn = sample(logits, self._rows.samplers(rows), self._draw)
         self._rows.advance(rows, drawn.token_ids)
-        logprobs = {rows[i]: entry for i, entry in drawn.logprobs.items()}
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {rows[i]: (e,) for i, e in drawn.logprobs.items()}
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs, prompts)
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:

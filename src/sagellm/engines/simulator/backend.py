@@ -10,7 +10,7 @@ from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, ConfigError
-from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.plan import ExecutionPlan, StepResult, accepted_length
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import GIB, device
@@ -97,10 +97,15 @@ class SimulatedBackend:
         self.clock.advance(seconds)
         tokens = self._tokens
         drawn = tuple([tokens[row] for row in plan.sample_rows])
-        if not self._wants_logprobs:
+        if not self._wants_logprobs and not plan.chains:
             return StepResult(plan.step, drawn, {})
-        rows = self._wants_logprobs.intersection(plan.sample_rows)
-        return StepResult(plan.step, drawn, {row: TokenLogprob(tokens[row], 0.0) for row in rows})
+        accepted = {row: accepted_length(ids, [tokens[row]] * len(ids)) for row, ids in plan.chains}
+        drawn = tuple([tokens[row] for row in plan.sample_rows for _ in range(1 + accepted.get(row, 0))])
+        logprobs = {
+            row: (TokenLogprob(tokens[row], 0.0),) * (1 + accepted.get(row, 0))
+            for row in self._wants_logprobs.intersection(plan.sample_rows)
+        }
+        return StepResult(plan.step, drawn, logprobs, num_accepted=tuple(accepted.values()))
 
     def price_decodes(self, positions: Sequence[int], num_steps: int) -> list[float]:
         """Seconds of each of the next `num_steps` steps, which only decode.
@@ -130,13 +135,19 @@ class SimulatedBackend:
         self._tokens.clear()
 
     def shape_of(self, plan: ExecutionPlan) -> StepShape:
-        """What the plan computes and moves."""
-        num_decodes = len(plan.decode_positions)
+        """What the plan computes and moves. A row with a chain costs as much as a chunk of its length."""
+        num_decodes, decode_context = len(plan.decode_positions), sum(plan.decode_positions)
+        chunks = [(op.start, op.num_tokens) for op in plan.prefills]
+        if plan.chains:
+            position_of = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
+            chunks += [(position_of[row], 1 + len(ids)) for row, ids in plan.chains]
+            num_decodes -= len(plan.chains)
+            decode_context -= sum(position_of[row] for row, _ in plan.chains)
         copied = Counter((copy.source_tier, copy.target_tier) for copy in plan.copies)
         return StepShape(
             num_decodes,
-            sum(plan.decode_positions) + num_decodes,
-            tuple([(op.start, op.num_tokens) for op in plan.prefills]) if plan.prefills else (),
+            decode_context + num_decodes,
+            tuple(chunks),
             {tiers: count * self._bytes_per_block for tiers, count in copied.items()},
             sum(len(transfer.block_ids) for transfer in plan.transfers) * self._bytes_per_block,
         )

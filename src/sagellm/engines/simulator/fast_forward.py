@@ -85,7 +85,7 @@ class SimulatedEngine(Engine):
         """
         table = self._request_table
         possible = len(table.decodes) and len(table.prefilling) <= 1 and self.kv.is_regular
-        if not possible or self._worker is not None or self._outputs:
+        if not possible or self._worker or self._outputs or self.speculation is not None:
             return None
         draft = self._planner.draft(self._num_steps)
         stability = joint_stability(self.scheduler.order, draft, self.view)

@@ -30,7 +30,8 @@ class _Row:
 class TokenMemoryBackend:
     """Draws `answer(tokens)`, a hash of all tokens so far.
 
-    The answer is the same in any batch, chunking and block placement.
+    The answer is the same in any batch, chunking and block placement, and with any proposed tokens. The
+    log-probability of a token is minus its position.
     """
 
     def __init__(
@@ -84,17 +85,26 @@ class TokenMemoryBackend:
             self._rows[delta.row].blocks[delta.first :] = delta.block_ids
         for copy in plan.copies:
             self._copy(copy)
+        chains = dict(plan.chains)
+        if not chains.keys() <= set(plan.decode_rows):
+            raise BookkeepingError(f"rows {sorted(chains)} have chains, rows {plan.decode_rows} decode")
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-            self._compute(row, position, position + 1)
+            proposed = chains.get(row, ())
+            self._rows[row].tokens.extend(proposed)
+            self._compute(row, position, position + 1 + len(proposed))
         for op in plan.prefills:
             self._compute(op.row, op.start, op.start + op.num_tokens)
-        drawn = tuple(self._draw(row) for row in plan.sample_rows)
+        drawn = {row: self._draw_chain(row, chains.get(row, ())) for row in plan.sample_rows}
         logprobs = {}
-        for row, token in zip(plan.sample_rows, drawn, strict=True):
-            self._rows[row].tokens.append(token)
-            if self._rows[row].wants_logprobs:
-                logprobs[row] = TokenLogprob(token, 0.0)
-        return StepResult(plan.step, drawn, logprobs)
+        for number, own in drawn.items():
+            tokens = self._rows[number].tokens
+            if self._rows[number].wants_logprobs:
+                places = enumerate(own, len(tokens))
+                logprobs[number] = tuple(TokenLogprob(token_id, -float(place)) for place, token_id in places)
+            tokens.extend(own)
+        token_ids = tuple(token_id for own in drawn.values() for token_id in own)
+        num_accepted = tuple(len(drawn[number]) - 1 for number in chains)
+        return StepResult(plan.step, token_ids, logprobs, num_accepted=num_accepted)
 
     def close(self) -> None:
         self._rows.clear()
@@ -138,9 +148,20 @@ class TokenMemoryBackend:
             raise BookkeepingError(f"row {row_id}: group {group} has another token at {position}: {entry}")
         return entry[0]
 
-    def _draw(self, row_id: int) -> int:
-        row = self._rows[row_id]
+    def _draw_chain(self, row_id: int, proposed: Sequence[int]) -> list[int]:
+        """The tokens drawn for a row; takes the proposed ones off its tokens."""
+        tokens, drawn = self._rows[row_id].tokens, list[int]()
+        num_tokens = len(tokens) - len(proposed)
+        for expected in (*proposed, None):
+            drawn.append(self._draw(row_id, num_tokens + len(drawn)))
+            if drawn[-1] != expected:
+                break
+        for _ in proposed:
+            tokens.pop()
+        return drawn
+
+    def _draw(self, row_id: int, num_tokens: int) -> int:
         seen = Tokens()
-        for position in range(self._first(len(row.tokens)), len(row.tokens)):
+        for position in range(self._first(num_tokens), num_tokens):
             seen.append(self._read(row_id, position, 0))
         return self.answer(seen)

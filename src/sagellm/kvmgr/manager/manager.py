@@ -22,7 +22,8 @@ A block is free, cached (in the index, unpinned) or active. The prefix index cou
 
 The legal order of calls. A call out of order raises `BookkeepingError`, which names the right one:
 
-    for a step      swap_out* -> bind+ -> executed -> commit*      or, before executed:  bind* -> rollback
+    for a step      swap_out* -> bind+ -> bind_proposed* -> executed -> commit*
+                    or, before executed:  bind* -> bind_proposed* -> rollback
     for a request   admitted by a bind -> commit* -> release       fork and commit only while it runs
 
 A second step may be bound before the first is executed (`foresee` is called between); then the second is
@@ -38,8 +39,8 @@ from typing import NamedTuple
 from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
+from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import (
@@ -221,6 +222,29 @@ class KVCacheManager:
             del binding.copies[num_copies:]
             raise
         binding.decodes_bound, binding.stage = True, BindingStage.BOUND
+
+    def bind_proposed(self, binding: Binding, state: RequestState, num_tokens: int) -> int:
+        """Append the blocks that proposed tokens of a request in decode need.
+
+        The binding is bound, and notes them. Returns how many of the `num_tokens` have a slot: all, or where
+        memory is short those for which the request has one already. Blocks of tokens that are not accepted
+        stay with the request.
+        """
+        blocks = self._tables[state.request_id]
+        held = len(blocks.block_ids)
+        end = state.num_computed + 1 + num_tokens
+        missing = cdiv(end, self.block_size) - held
+        if missing <= 0:
+            return num_tokens
+        try:
+            block_ids = self.allocator.append_blocks(blocks, missing)
+        except CapacityError:
+            return num_tokens - (end - held * self.block_size)
+        binding.appended_to += [state] * missing
+        binding.appended_ids += block_ids
+        delta = BlockTableDelta(state.row, held * blocks.num_groups, tuple(block_ids))
+        binding.table_deltas.append(delta)
+        return num_tokens
 
     def rollback(self, binding: Binding) -> None:
         """Undo the binds of a step that is not executed or has failed.

@@ -7,7 +7,7 @@ from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import parse_graph, parse_plan, print_graph, print_plan
-from sagellm.kvmgr.scheduler_ir.verify import verify, verify_bound
+from sagellm.kvmgr.scheduler_ir.verify import verify, verify_bound, verify_proposals
 from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "verify",
     "verify_bound",
     "verify_graph",
+    "verify_proposals",
 ]

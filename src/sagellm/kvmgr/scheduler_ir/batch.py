@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,13 @@ _ONE_TOKEN = np.array([[1], [-1], [-1]])
 
 They are the position that is computed next, the free slots in its blocks from that position on, and the
 tokens that it may still draw until it reaches its length."""
+
+
+class ChainCounts(NamedTuple):
+    """Of each request of a step with chains: positions computed, and drawn tokens."""
+
+    num_computed: Sequence[int]
+    num_drawn: Sequence[int]
 
 
 class DecodeBatch(Decodes):
@@ -85,6 +94,10 @@ class DecodeBatch(Decodes):
 
     # -- a step
 
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
     def needing_block(self) -> Sequence[RequestState]:
         """Requests whose next token needs another block."""
         if self._needing_block is None:
@@ -103,26 +116,64 @@ class DecodeBatch(Decodes):
         """Indices in `states` of all requests but the skipped."""
         return [i for i, state in enumerate(self.states) if state.request_id not in skipped]
 
-    def advance(self, token_ids: Sequence[int], indices: list[int] | None = None) -> list[int]:
-        """Append the token drawn for each request at `indices` (None: for all). Returns the positions in
-        `token_ids` of tokens that may end their requests. Raises `ValueError`, and changes nothing, if a
-        token is not in the vocabulary."""
+    def remaining(self) -> list[int]:
+        """Tokens that each request may still draw, in the order of `states`."""
+        remaining: list[int] = self._column(REMAINING).tolist()
+        return remaining
+
+    def advance(
+        self, token_ids: Sequence[int], indices: list[int] | None = None, counts: ChainCounts | None = None
+    ) -> list[int]:
+        """Append the token drawn for each request at `indices` (None: for all).
+
+        With `counts` each request has drawn so many. Returns the places, among these requests, of those that
+        a token may end. Raises `ValueError`, and changes nothing, if a token is not in the vocabulary.
+        """
         table = self._table
         drawn = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
         if indices is None:
             view, tokens = table[:, : len(self.states)], self._tokens
         else:
             view, tokens = table[:, indices], [self._tokens[i] for i in indices]
-        if len(drawn) != len(tokens):
+        num_drawn = len(tokens) if counts is None else sum(counts.num_drawn)
+        if len(drawn) != num_drawn or (counts is not None and len(counts.num_drawn) != len(tokens)):
             raise BookkeepingError(f"{len(drawn)} tokens were drawn for {len(tokens)} requests in decode")
         if drawn.size and (drawn.min() < 0 or drawn.max() >= self._vocab_size):
             raise ValueError("a token outside the vocabulary was drawn")
-        append_each(tokens, token_ids)
-        self._move(view)
+        stops = self._stops[drawn]
+        if counts is None:
+            append_each(tokens, token_ids)
+            self._move(view)
+        else:
+            stops = self._advance_chains(view, tokens, token_ids, counts, stops)
         if indices is not None:
             table[:, indices] = view
-        ends = (view[REMAINING] <= 0) | self._stops[drawn]
+        ends = (view[REMAINING] <= 0) | stops
         found: list[int] = np.flatnonzero(ends).tolist() if ends.any() else []
+        return found
+
+    def _advance_chains(
+        self,
+        view: Ints,
+        tokens: Sequence[array[int]],
+        token_ids: Sequence[int],
+        counts: ChainCounts,
+        stops: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """Append each request's tokens and move its columns.
+
+        Returns, for each request, whether any of its tokens is a stop token.
+        """
+        ends = list(accumulate(counts.num_drawn))
+        firsts = [0, *ends[:-1]]
+        for own, first, end in zip(tokens, firsts, ends, strict=True):
+            own.extend(token_ids[first:end])
+        computed, drawn = (np.array(column, dtype=np.int64) for column in counts)
+        free_slots = view[FREE_SLOTS]  # grew by the blocks that the computed positions needed
+        free_slots += cdiv(np.maximum(0, computed - free_slots), self._block_size) * self._block_size
+        view += _ONE_TOKEN * drawn
+        self._needing_block = None
+        found: npt.NDArray[np.bool_] = np.logical_or.reduceat(stops, firsts)
         return found
 
     def _move(self, view: Ints) -> None:

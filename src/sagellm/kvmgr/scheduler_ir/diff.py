@@ -40,6 +40,8 @@ class RequestPart:
     work: str = ""
     position: int | None = None
     """Of the token that it decodes."""
+    chain: tuple[int, ...] = ()
+    """The tokens that are proposed behind it."""
 
 
 def diff(
@@ -54,7 +56,7 @@ def diff(
     parts_a, parts_b = _parts(a, rows_a), _parts(b, rows_b)
     if a.step != b.step:
         parts_a = {
-            name: RequestPart(placed=part.placed, work=part.work, position=part.position)
+            name: RequestPart(placed=part.placed, work=part.work, position=part.position, chain=part.chain)
             for name, part in parts_a.items()
         }
     reasons = {decision.request_id: decision for decision in b.decisions}
@@ -113,6 +115,8 @@ def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, RequestPart]:
     for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
         part = part_in(row)
         part.position, part.work = position, part.work or f"decode at {position}"
+    for row, token_ids in plan.chains:
+        part_in(row).chain = token_ids
     return parts
 
 
@@ -131,10 +135,20 @@ def _of_request(name: str, a: RequestPart, b: RequestPart, num_steps: int) -> It
         yield Change("+" if b.left else "-", name, "left")
     yield from _either(name, "placed", a.placed, b.placed)
     yield from _either(name, "joined", a.join, b.join)
-    decodes_on = a.position is not None and b.position == a.position + num_steps
-    if not decodes_on:
+    if not _decodes_on(a, b, num_steps):
         yield from _either(name, "computes", a.work, b.work, "before" if num_steps else "not")
+    before = a.chain if not num_steps else ()
+    yield from _either(name, "proposed are", *(numbers(ids) if ids else "" for ids in (before, b.chain)))
     yield from _either(name, "blocks", a.blocks, b.blocks)
+
+
+def _decodes_on(a: RequestPart, b: RequestPart, num_steps: int) -> bool:
+    """Whether `b` decodes what follows `a`, of whose chain any part may count."""
+    if a.position is None or b.position is None:
+        return False
+    if not num_steps:
+        return a.position == b.position
+    return 0 <= b.position - a.position - num_steps <= (len(a.chain) if num_steps == 1 else 0)
 
 
 def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterator[Change]:

@@ -84,9 +84,10 @@ class ScheduleLog:
             for o in outputs
             if o.finish_reason is not None
         }
+        drawn = {output.request_id: len(output.new_token_ids) for output in outputs}
         step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
         self._effects.clear()
-        self._rows.follow(plan)
+        self._rows.follow(plan, [drawn.get(self._rows.names.get(c.row, ""), 1) - 1 for c in plan.chains])
         self.steps.append(step)
         return step
 
@@ -223,7 +224,8 @@ def _work_of(step: StepRecord, request_id: str) -> Iterator[str]:
             drawn = ", and draws a token" if op.samples else ""
             yield f"computes prompt tokens {op.start}:{op.start + op.num_tokens}{drawn}"
     if any(names.get(row) == request_id for row in plan.decode_rows):
-        yield "decodes"
+        proposed = sum(len(chain.token_ids) for chain in plan.chains if names.get(chain.row) == request_id)
+        yield f"decodes, with {proposed} proposed tokens" if proposed else "decodes"
     for sent in plan.transfers:
         if sent.request_id == request_id:
             yield f"sends blocks {numbers(sent.block_ids)} to @{sent.target_instance}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import BlockTableDelta, Chunk, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import BlockTableDelta, Chain, Chunk, ExecutionPlan, Join, Prefill, Transfer
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 
 
@@ -47,6 +47,7 @@ def freeze(
         placements=tuple(draft.placements.items()),
         preempted=tuple([state.request_id for state in draft.preempted]),
         rejected=tuple(draft.rejected.items()),
+        chains=tuple([Chain(state.row, token_ids) for state, token_ids in draft.proposals.items()]),
         num_draft_tokens=draft.num_draft_tokens,
         decisions=tuple(draft.decisions),
     )

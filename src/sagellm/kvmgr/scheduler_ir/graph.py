@@ -32,6 +32,7 @@ from sagellm.core.ir import (
 from sagellm.core.plan import (
     BlockCopy,
     BlockTableDelta,
+    Chain,
     ExecutionPlan,
     Join,
     PhasePlacement,
@@ -99,6 +100,7 @@ class IRGraph:
             ),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
+            chains=tuple(Chain(op.row, op.chain) for op in decodes if op.chain),
             prefills=tuple(_record(op, Prefill) for op in only_of(ops, PrefillOp)),
             copies=tuple(_record(op, BlockCopy) for op in only_of(ops, CopyOp)),
             transfers=tuple(_record(op, Transfer) for op in only_of(ops, TransferOp)),
@@ -205,11 +207,15 @@ class _Derivation:
         return {self._row_op[row]} if row in self._row_op else set()
 
     def _compute(self, plan: ExecutionPlan) -> None:
+        chains = dict(plan.chains)
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             name, after = self._names.get(row), self._before_compute(row)
+            chain = chains.pop(row, ())
             self._computes[name].append(
-                self._add(DecodeOp, after, row=row, position=position, request_id=name)
+                self._add(DecodeOp, after, row=row, position=position, chain=chain, request_id=name)
             )
+        if chains:
+            raise PlanError(f"row {next(iter(chains))} has a chain, and does not decode")
         for prefill in plan.prefills:
             only_decodes = Phase.PREFILL not in self.phases
             last_token = prefill.num_tokens == 1 and prefill.samples

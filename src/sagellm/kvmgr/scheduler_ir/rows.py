@@ -5,7 +5,7 @@ A plan holds changes only; to read or check it, one needs the batch before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sagellm.core.ir import JoinOp
@@ -58,11 +58,14 @@ class Rows(Mapping[int, Row]):
         copied.preempted = set(self.preempted)
         return copied
 
-    def follow(self, plan: ExecutionPlan) -> None:
-        """Apply a plan that was executed. Rows that joined before the first plan stay unknown."""
+    def follow(self, plan: ExecutionPlan, num_accepted: Sequence[int] = ()) -> None:
+        """Apply a plan that was executed. Rows that joined before the first plan stay unknown.
+
+        `num_accepted`: how many tokens of each of `plan.chains` were accepted.
+        """
         self.preempted.update(plan.preempted)
-        for row in plan.left:
-            self._rows.pop(row, None)
+        for number in plan.left:
+            self._rows.pop(number, None)
         for join in plan.joined:
             self._rows[join.row] = Row.of(join)
             self.preempted.discard(join.request_id)
@@ -76,6 +79,11 @@ class Rows(Mapping[int, Row]):
         for number in plan.sample_rows:
             if number in self._rows:
                 self._rows[number].num_tokens += 1
+        for chain, accepted in zip(plan.chains, num_accepted, strict=True):
+            row = self._rows.get(chain.row)
+            if row is not None:
+                row.num_tokens += accepted
+                row.num_computed += accepted
 
     def _computed(self, number: int, end: int) -> None:
         row = self._rows.get(number)

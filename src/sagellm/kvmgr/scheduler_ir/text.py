@@ -432,6 +432,11 @@ COPY = (
     Part("", "target_block", INTEGER, "a block"),
 )
 PLACES = tuple(Part(field.name, field.name, INSTANCE, default="") for field in fields(PhasePlacement))
+DECODE = (
+    *MAYBE_IN_ROW,
+    Part("at", "position", INTEGER, "a position"),
+    Part("chain", "chain", NUMBERS, "the proposed tokens", default=()),
+)
 TABLE = (*MAYBE_IN_ROW, Part("from", "first", INTEGER, "an index into the table"), BLOCKS)
 FORMS: Mapping[str, OperationForm] = {
     "preempt": OperationForm(PreemptOp, (REQUEST,)),
@@ -442,7 +447,7 @@ FORMS: Mapping[str, OperationForm] = {
     "resume": OperationForm(partial(JoinOp, resumes=True), JOIN),
     "table": OperationForm(BlockTableOp, TABLE),
     "copy": OperationForm(CopyOp, COPY),
-    "decode": OperationForm(DecodeOp, (*MAYBE_IN_ROW, Part("at", "position", INTEGER, "a position"))),
+    "decode": OperationForm(DecodeOp, DECODE),
     "prefill": OperationForm(PrefillOp, PREFILL),
     "transfer": OperationForm(TransferOp, (REQUEST, BLOCKS, Part("to", "target_instance", INSTANCE))),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sagellm.core.binding import Binding
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
@@ -41,6 +43,23 @@ def verify_bound(binding: Binding) -> None:
         if block in owner:
             raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
         owner[block] = request_id
+
+
+def verify_proposals(draft: Draft, vocab_size: int, num_slots: Callable[[str], int]) -> None:
+    """Raise `PlanError` for proposed tokens that no row can compute.
+
+    `num_slots`: tokens that the blocks of a request hold.
+    """
+    for state, token_ids in draft.proposals.items():
+        name, end = state.request_id, state.num_computed + 1 + len(token_ids)
+        if not state.decoding or not draft.computes(state):
+            raise PlanError(f"{name} has proposed tokens and does not decode in this step")
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise PlanError(f"{name} has proposed tokens {token_ids}; tokens are 0 to {vocab_size - 1}")
+        if end > num_slots(name):
+            raise PlanError(f"{name} computes up to token {end}, its blocks hold {num_slots(name)}")
+    if draft.num_tokens > draft.token_budget:
+        raise PlanError(f"{draft.num_tokens} tokens in the step, the budget is {draft.token_budget}")
 
 
 def _check_one_outcome_each(draft: Draft) -> None:

@@ -351,10 +351,14 @@ def _compute_problems(op: ComputeOp, row: Row, block_size: int, num_groups: int)
         yield f'{op.name} computes row {op.row}, where "{row.request_id}" is'
     if op.start != row.num_computed and isinstance(op, PrefillOp):
         yield f"{op.name} starts at {op.start}; {row.num_computed} tokens are computed: start there"
-    if op.end > row.num_tokens:
-        yield f"{op.name} ends at {op.end}; the request has {row.num_tokens} tokens"
-    elif op.samples and op.end < row.num_tokens:
-        yield f"{op.name} draws a token after {op.end} of {row.num_tokens} tokens; draw after the last"
+    chain = op.chain if isinstance(op, DecodeOp) else ()
+    end = op.end - len(chain)
+    if end > row.num_tokens:
+        yield f"{op.name} ends at {end}; the request has {row.num_tokens} tokens"
+    elif op.samples and end < row.num_tokens:
+        yield f"{op.name} draws a token after {end} of {row.num_tokens} tokens; draw after the last"
+    if chain and min(chain) < 0:
+        yield f"{op.name} has a proposed token {min(chain)}; tokens are numbered from 0 on"
     room = len(row.block_ids) // num_groups * block_size
     if op.end > room:
         yield (
