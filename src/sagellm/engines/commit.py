@@ -110,15 +110,16 @@ class Committer:
         """
         batch = self._table.decodes
         states = list(batch.states) if indices is None else [batch.states[i] for i in indices]
-        drawn = list(zip(token_ids, strict=True)) if counts is None else _parts(token_ids, counts.num_drawn)
+        parts = None if counts is None else _parts(token_ids, counts.num_drawn)
+        drawn = zip(token_ids, strict=True) if parts is None else parts
         try:
             may_end = batch.advance(token_ids, indices, counts)
         except ValueError:
             places = range(len(batch)) if indices is None else indices
-            return self._commit_finite(places, drawn, counts, logprobs, outputs)
+            return self._commit_finite(places, list(drawn), counts, logprobs, outputs)
         ended: dict[RequestState, Finish] = {}
         for i in may_end:
-            own, reason = self._cut_at_end(states[i], drawn[i])
+            own, reason = self._cut_at_end(states[i], (token_ids[i],) if parts is None else parts[i])
             if reason is not None:
                 own_logprobs = logprobs.get(states[i].row, ())[: len(own)]
                 ended[states[i]] = Finish(states[i], reason, own, own_logprobs)
@@ -250,7 +251,7 @@ class StepOutputs(Sequence[RequestOutput]):
     def add_decoded(
         self,
         states: list[RequestState],
-        drawn: Sequence[tuple[int, ...]],
+        drawn: Iterable[tuple[int, ...]],
         lengths: Iterable[int],
         logprobs: Mapping[int, tuple[TokenLogprob, ...]],
         skipped: Container[RequestState],

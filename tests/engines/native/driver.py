@@ -5,13 +5,14 @@ lines.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.model import DecoderLayer, DecoderModel, Mlp
@@ -83,7 +84,10 @@ class Driver:
         *,
         seed: int = 0,
         scattered: bool = True,
+        propose: Callable[[Running], Sequence[int]] = lambda _: (),
     ) -> None:
+        """`propose` gives the tokens of a chain for a sequence in decode."""
+        self.propose = propose
         capability = backend.capability()
         self.backend = backend
         self.chunk_sizes = list(chunk_sizes)
@@ -124,6 +128,7 @@ class Driver:
         grown: list[BlockTableDelta] = []
         prefills: list[Prefill] = []
         decodes: list[Running] = []
+        chains: list[Chain] = []
         chunks: list[tuple[Running, int]] = []
         for sequence in self.joining:
             sequence.row = self.free_rows.pop(self.random.randrange(len(self.free_rows)))
@@ -132,8 +137,13 @@ class Driver:
             left = len(sequence.tokens) - sequence.computed
             size = min(left, self.random.choice(self.chunk_sizes))
             first = len(sequence.table)
-            wanted = cdiv(sequence.computed + size, self.block_size) * self.num_groups
-            sequence.table += self._blocks(wanted - first)
+            proposed = tuple(self.propose(sequence)) if left == 1 and sequence.outputs else ()
+            if proposed and not any(sequence is other for other in fresh):
+                chains.append(Chain(sequence.row, proposed))
+            else:
+                proposed = ()
+            wanted = cdiv(sequence.computed + size + len(proposed), self.block_size) * self.num_groups
+            sequence.table += self._blocks(max(0, wanted - first))
             if any(sequence is other for other in fresh):
                 joined.append(self._join(sequence))
             elif len(sequence.table) > first:
@@ -145,7 +155,7 @@ class Driver:
                 prefills.append(Prefill(sequence.row, sequence.name, sequence.computed, size, size == left))
         plan = ExecutionPlan(
             self.steps, tuple(joined), tuple(self.left), tuple(grown), tuple(s.row for s in decodes),
-            tuple(len(s.tokens) - 1 for s in decodes), tuple(prefills),
+            tuple(len(s.tokens) - 1 for s in decodes), tuple(prefills), chains=tuple(chains),
         )  # fmt: skip
         return plan, chunks
 
@@ -163,12 +173,18 @@ class Driver:
         for sequence, size in chunks:
             sequence.computed += size
         by_row = {sequence.row: sequence for sequence in self.running}
-        for i, (row, token) in enumerate(zip(plan.sample_rows, result.token_ids, strict=True)):
-            sequence = by_row[row]
-            sequence.tokens.append(token)
-            sequence.logits.append(self.backend.last_logits[i])
-            if row in result.logprobs:
-                sequence.logprobs += result.logprobs[row]
+        proposed = {chain.row: len(chain.token_ids) for chain in plan.chains}
+        accepted = {c.row: num for c, num in zip(plan.chains, result.num_accepted, strict=True)}
+        drawn, first = iter(result.token_ids), 0
+        for row in plan.sample_rows:
+            sequence, count = by_row[row], 1 + accepted.get(row, 0)
+            sequence.tokens += islice(drawn, count)
+            sequence.computed += count - 1
+            sequence.logits += self.backend.last_logits[first : first + count]
+            sequence.logprobs += result.logprobs.get(row, ())
+            first += 1 + proposed.get(row, 0)
+        assert next(drawn, None) is None
+        assert first == len(self.backend.last_logits)
         for sequence in [s for s in self.running if s.done]:
             self._leave(sequence)
         self.steps += 1

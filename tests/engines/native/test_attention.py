@@ -62,7 +62,7 @@ def check(
 ) -> None:  # fmt: skip
     first, second, kv, query = scene(decode, prefill, seed=seed, consecutive=consecutive)
     plain = scores is None or scores.is_scaled_only
-    plan = AttentionPlanner(kv, plain_scores=plain).plan(first, second, window)
+    plan = AttentionPlanner(kv, plain_scores=plain).plan(first, second[:1], second[1:], window)
     spans = first + second
     key, value = new_rows(spans, kv.keys[0]), new_rows(spans, kv.values[0])
     got = attend(plan, kv, 0, query, key, value, scores)
@@ -107,7 +107,7 @@ def test_scores_are_those_of_transformers(scale: float) -> None:
     ):
         theirs = forward(module, *heads_first, mask, scaling=scale, **more)[0][0]
         planner = AttentionPlanner(kv, plain_scores=scores.is_scaled_only)
-        plan = planner.plan([], [Span(0, 25, 0, range(7))], None)
+        plan = planner.plan([], [], [Span(0, 25, 0, range(7))], None)
         ours = attend(plan, kv, 0, query, key, value, scores)
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
@@ -138,5 +138,5 @@ def test_groups_cover_every_row_once(lengths: list[int], limit: int) -> None:
 
 def test_one_long_row_does_not_make_short_rows_pay() -> None:
     first, second, kv, _ = scene([120, 8, 7, 7], [], seed=0, consecutive=False)
-    plan = AttentionPlanner(kv).plan(first, second, None)
+    plan = AttentionPlanner(kv).plan(first, (), second, None)
     assert [group.read.num_seqs * group.read.num_blocks for group in plan.decode] == [31, 9]

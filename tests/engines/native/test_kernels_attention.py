@@ -50,10 +50,11 @@ def pool(num_blocks: int = 160, dtype: torch.dtype = torch.float32) -> PagedKV:
     window=st.none() | st.integers(1, 90),
     seed=st.integers(0, 99),
     chunks=st.booleans(),
+    num_chains=st.integers(0, 2),
 )
 def test_a_step_by_kernel_and_by_both(
     kernel: FusedKernel, decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int,
-    chunks: bool,
+    chunks: bool, num_chains: int,
 ) -> None:  # fmt: skip
     if not decode and not prefill:
         return
@@ -69,7 +70,8 @@ def test_a_step_by_kernel_and_by_both(
     slots = [s.block_ids[p // 4] * 4 + p % 4 for s in spans for p in range(s.start, s.end)]
     key, value = kv.keys[0].flatten(0, 1)[slots], kv.values[0].flatten(0, 1)[slots]
     planner = AttentionPlanner(kv, kernel, chunks=chunks)
-    plan = planner.plan(spans[: len(decode)], spans[len(decode) :], window)
+    first, stop = len(decode), len(decode) + num_chains
+    plan = planner.plan(spans[:first], spans[first:stop], spans[stop:], window)
     found = attend(plan, kv, 0, query, key, value)
     expected = attention_reference(spans, kv, 0, query, window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -87,7 +89,7 @@ def test_who_does_chunks_is_measured(
 ) -> None:
     times = iter([2.0, 1.0] if torch_is_slow else [1.0, 2.0])  # torch is asked first
     monkeypatch.setattr(attention, "cpu_s", lambda run, _: (run(), next(times))[1])
-    plan = attention_planner(pool(), HEADS, kernel, kernel).plan((), [Span(0, 3, 0, [0])], None)
+    plan = attention_planner(pool(), HEADS, kernel, kernel).plan((), (), [Span(0, 3, 0, [0])], None)
     assert (plan.kernel is None) != torch_is_slow
     assert bool(plan.prefill) != torch_is_slow
 

@@ -58,7 +58,7 @@ def attended(planner: AttentionPlanner, kv: PagedKV, kernels: KernelSet = NO_KER
         [s.block_ids[p // 4] * 4 + p % 4 for s in decode + prefill for p in range(s.start, s.end)]
     )
     angles = torch.randn(21, 2, SPEC.rope_dim // 2, generator=generator).to(dtype).unbind(1)
-    plan = planner.plan(decode, prefill, None)
+    plan = planner.plan(decode, (), prefill, None)
     return layer.attend(plan, kv, 0, projected, slots, (angles[0], angles[1]), Scores(0.3))
 
 

@@ -6,8 +6,9 @@ what to read once per step and distinct window; every layer with that window use
 * decode: rows of similar length form a group. Their blocks are gathered into [rows, tokens, kv_heads,
   head_dim]. The query heads that share a KV head are packed as query rows, so K and V are read once per KV
   head. What a group gathers stays in cache; a single row whose blocks are consecutive is read in place.
-* prefill: one sequence at a time, in tiles of queries, so that keys which the causal mask or the window hides
-  from a whole tile are never touched. A chunk from position 0 uses the fresh K and V and reads no cache.
+* prefill, and rows with a chain of proposed tokens: one sequence at a time, in tiles of queries, so that keys
+  which the causal mask or the window hides from a whole tile are never touched. A chunk from position 0 uses
+  the fresh K and V and reads no cache.
 
 A kernel (`core/protocols/fusion.py`) takes the decode rows by rule, since torch's gather reads and writes the
 context once more. It takes chunks where a measurement at start shows that it is faster
@@ -180,23 +181,28 @@ class AttentionPlanner:
         """Whether the kernel computes all attention."""
         return self.kernel is not None and self._chunks
 
-    def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
-        """Plan `decode` spans, one token each and longest first, and `prefill` spans."""
+    def plan(
+        self, decode: Sequence[Span], chains: Sequence[Span], prefill: Sequence[Span], window: int | None
+    ) -> AttentionPlan:
+        """Plan `decode` spans, one token each and longest first, then `chains`, then `prefill` spans.
+
+        A kernel takes chains by rule, as decode rows: they are short, and their context is long.
+        """
         call, num_absorbed = None, None
         expanded: tuple[PrefillPlan, ...] = ()
         if self._expands is not None and prefill:
             expanded = tuple(self._expanded(span) for span in prefill if self._expands(span))
             prefill = [span for span in prefill if not self._expands(span)]
-            num_absorbed = max((span.rows.stop for span in (*decode, *prefill)), default=0)
-        taken = [*decode, *prefill] if self._chunks else decode
+            num_absorbed = max((span.rows.stop for span in (*decode, *chains, *prefill)), default=0)
+        taken = [*decode, *chains, *prefill] if self._chunks else [*decode, *chains]
         if self.kernel is not None and taken:
             call = _kernel_call(self.kernel, taken, window, self._device)
-            decode, prefill = (), () if self._chunks else prefill
+            decode, chains, prefill = (), (), () if self._chunks else prefill
         lengths = [min(span.end, window or span.end) for span in decode]
         groups = tuple(
             self._group(decode[start:stop], window) for start, stop in group_rows(lengths, self._group_tokens)
         )
-        chunks = tuple(self._chunk(span, window) for span in prefill)
+        chunks = tuple(self._chunk(span, window) for span in (*chains, *prefill))
         return AttentionPlan(call, groups, chunks, expanded, num_absorbed)
 
     def _expanded(self, span: Span) -> PrefillPlan:
@@ -448,7 +454,8 @@ def kernel_wins_prefill(
     with one_thread():
         by_torch, by_kernel = (
             seconds(
-                partial(attend, planner.plan([], [span], None), small, 0, query, key, value, scores), _REPEATS
+                partial(attend, planner.plan([], [], [span], None), small, 0, query, key, value, scores),
+                _REPEATS,
             )
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )

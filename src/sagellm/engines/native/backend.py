@@ -13,7 +13,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError
-from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult, accepted_length
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
@@ -54,6 +54,7 @@ FEATURES = frozenset(
         PROMPT_LOGPROBS,
         "penalties",
         "sliding_window",
+        "speculative_decoding",
     }
 )
 
@@ -256,13 +257,38 @@ class NativeBackend:
         rows = plan.sample_rows
         if not rows:
             return StepResult(plan.step, prompt_logprobs=prompts)
+        if plan.chains:
+            return self._accepted(plan, logits, prompts)
         drawn = sample(logits, self._rows.samplers(rows), self._draw)
         self._rows.advance(rows, drawn.token_ids)
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {rows[i]: (e,) for i, e in drawn.logprobs.items()}
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs, prompts)
 
+    def _accepted(
+        self, plan: ExecutionPlan, logits: torch.Tensor, prompts: dict[int, tuple[TokenLogprob, ...]]
+    ) -> StepResult:
+        """As `_compute` with chains: draws up to the first token not proposed."""
+        drawn = sample(logits, self._rows.chain_samplers(plan), self._draw)
+        rows: list[int] = []
+        token_ids: list[int] = []
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        proposed, accepted, first = dict(plan.chains), dict[int, int](), 0
+        for row in plan.sample_rows:
+            chain = proposed.get(row, ())
+            own = drawn.token_ids[first : first + 1 + len(chain)]
+            accepted[row] = accepted_length(chain, own)
+            places = range(first, first + 1 + accepted[row])
+            rows += [row] * len(places)
+            token_ids += own[: len(places)]
+            if first in drawn.logprobs:
+                logprobs[row] = tuple(drawn.logprobs[place] for place in places)
+            first += len(own)
+        self._rows.advance(rows, token_ids)
+        num_accepted = tuple(accepted[row] for row, _ in plan.chains)
+        return StepResult(plan.step, tuple(token_ids), logprobs, prompts, num_accepted)
+
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
-        """Logits [S, vocab] of `plan.sample_rows`. Writes the step's K and V to the pool."""
+        """Logits [S, vocab] of `plan.sample_rows`, of a chain all positions. Writes K and V to the pool."""
         if self._steps is not None and self._steps.can_run(plan):
             return self._steps.logits(plan, self._rows)
         return self._model.forward(self._inputs(plan), self._kv)
@@ -271,7 +297,7 @@ class NativeBackend:
         self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
         """As `_logits`, with the log-probabilities of the `scored` prompt tokens, by row."""
-        num_sampled = len(plan.sample_rows)
+        num_sampled = len(plan.sample_rows) + plan.num_proposed_tokens
         with torch.inference_mode():
             hidden = self._model.hidden(self._inputs(plan, scored), self._kv)
             logits = self._model.head(hidden[:num_sampled])

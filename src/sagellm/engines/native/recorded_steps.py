@@ -91,15 +91,18 @@ class RecordedSteps:
         log.info("recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - began_s)
 
     def can_run(self, plan: ExecutionPlan) -> bool:
-        """Whether the plan's step is recorded or can be: only decode rows, few enough."""
-        rows = len(plan.decode_rows)
+        """Whether the plan's step is recorded or can be: only decode rows, few positions."""
+        rows = len(plan.decode_rows) + plan.num_proposed_tokens
         if not rows or plan.prefills or rows > self._sizes[-1]:
             return False
         size = self._size(rows)
         return size not in self._replays or self._replays[size] is not None
 
     def logits(self, plan: ExecutionPlan, rows: BatchRows) -> torch.Tensor:
-        """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites."""
+        """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites.
+
+        Each position of a chain is a row of its own: all K and V are written before they are read.
+        """
         tokens, spans, tables = rows.decodes(plan)
         size = self._size(len(spans))
         self._ensure_length(max(span.end for span in spans))

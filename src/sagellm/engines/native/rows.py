@@ -7,7 +7,7 @@ drawn tokens. Until `advance` a step can be repeated, or its rows joined anew, w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,40 +107,53 @@ class BatchRows:
         device: torch.device,
         scored: Sequence[ScoredPrompt] = (),
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned. The
-        positions of `scored` follow the sampled rows.
+        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; prefills
+        as planned. The positions of `scored` follow the sampled rows.
         """
+        proposed = self._proposed(plan)
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
-        decode = [
-            self._span(first, plan.decode_rows[i], plan.decode_positions[i], 1)
-            for first, i in enumerate(order)
-        ]
-        prefill: list[Span] = []
-        first = len(decode)
+        if proposed:
+            order.sort(key=lambda i: plan.decode_rows[i] in proposed)
+        spans: list[Span] = []
+        tokens, positions, first = array("i"), array("q"), 0
+        for i in order:
+            row, start = plan.decode_rows[i], plan.decode_positions[i]
+            more = proposed.get(row, ())
+            spans.append(self._span(first, row, start, 1 + len(more), len(more)))
+            tokens.append(self._rows[row].tokens[start])
+            tokens.extend(more)
+            first += 1 + len(more)
         for op in plan.prefills:
-            prefill.append(self._span(first, op.row, op.start, op.num_tokens))
+            spans.append(self._span(first, op.row, op.start, op.num_tokens))
+            tokens.extend(self._rows[op.row].tokens[op.start : op.start + op.num_tokens])
             first += op.num_tokens
-        rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
-        spans = decode + prefill
-        tokens, positions = array("i"), array("q")
-        for row, span in zip(rows, spans, strict=True):
-            tokens.extend(self._rows[row].tokens[span.start : span.end])
+        for span in spans:
             positions.extend(range(span.start, span.end))
-        in_group = [(decode, prefill)]
+        rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
+        in_group = [spans]
         for group in range(1, self._num_groups):
-            other = [
-                replace(span, block_ids=self._rows[row].tables[group])
-                for row, span in zip(rows, spans, strict=True)
-            ]
-            in_group.append((other[: len(decode)], other[len(decode) :]))
+            tables = [self._rows[row].tables[group] for row in rows]
+            in_group.append([replace(s, block_ids=t) for s, t in zip(spans, tables, strict=True)])
+        first_chain, first_prefill = len(order) - len(proposed), len(order)
+        parts = [(own[:first_chain], own[first_chain:first_prefill], own[first_prefill:]) for own in in_group]
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
             max_position=max(span.end for span in spans) - 1,
-            slots=[to_device(self._slots([*first, *then]), device) for first, then in in_group],
-            sampled=to_device(self._sampled(plan, order, prefill, scored), device),
-            attention={kind: planner.plan(*in_group[kind[0]], kind[1]) for kind in set(kinds)},
+            slots=[to_device(self._slots(own), device) for own in in_group],
+            sampled=to_device(self._sampled(plan, order, spans, scored), device),
+            attention={kind: planner.plan(*parts[kind[0]], kind[1]) for kind in set(kinds)},
         )
+
+    def _proposed(self, plan: ExecutionPlan) -> dict[int, tuple[int, ...]]:
+        """The tokens of the plan's chains, by row."""
+        proposed = dict(plan.chains)
+        if proposed and not proposed.keys() <= set(plan.decode_rows):
+            raise PlanError(f"rows {sorted(proposed)} have chains, rows {list(plan.decode_rows)} decode")
+        for row, token_ids in plan.chains:
+            if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+                raise PlanError(f"row {row} has a chain {token_ids}; tokens are 0 to {self._vocab_size - 1}")
+        return proposed
 
     def _slots(self, spans: Iterable[Span]) -> torch.Tensor:
         slots, size = array("q"), self._block_size
@@ -151,7 +164,7 @@ class BatchRows:
     def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
         """The positions in this step for which prompt log-probabilities are wanted."""
         found: list[ScoredPrompt] = []
-        first = len(plan.decode_rows)
+        first = len(plan.decode_rows) + plan.num_proposed_tokens
         for op in plan.prefills:
             batch_row = self._row(op.row)
             top = batch_row.sampler.params.prompt_logprobs
@@ -162,17 +175,37 @@ class BatchRows:
         return found
 
     def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span], list[list[array[int]]]]:
-        """The token, the span and the tables of each of `plan.decode_rows`, in that order."""
+        """Token, span and tables of each of `plan.decode_rows`, in that order.
+
+        A chain is as many spans of one token, with the tables of its row.
+        """
         places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
+        if plan.chains:
+            return self._unrolled(places, self._proposed(plan))
         spans = [self._span(i, row, position, 1) for i, (row, position) in enumerate(places)]
         tokens = [self._rows[row].tokens[position] for row, position in places]
         return tokens, spans, [self._rows[row].tables for row in plan.decode_rows]
 
-    def _span(self, first_row: int, row: int, start: int, num_tokens: int) -> Span:
+    def _unrolled(
+        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]]
+    ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        tables: list[list[array[int]]] = []
+        for row, position in places:
+            batch_row = self._row(row)
+            for i, token_id in enumerate((batch_row.tokens[position], *proposed.get(row, ()))):
+                spans.append(self._span(len(spans), row, position + i, 1, i))
+                tokens.append(token_id)
+                tables.append(batch_row.tables)
+        return tokens, spans, tables
+
+    def _span(self, first_row: int, row: int, start: int, num_tokens: int, num_proposed: int = 0) -> Span:
+        """A span that may end `num_proposed` tokens behind those of the row."""
         batch_row = self._row(row)
         span = Span(first_row, num_tokens, start, batch_row.tables[0])
         limits = {
-            "tokens": len(batch_row.tokens),
+            "tokens": len(batch_row.tokens) + num_proposed,
             "slots in its blocks": len(batch_row.tables[0]) * self._block_size,
             "positions in the model's length": self._max_length,
         }
@@ -185,12 +218,17 @@ class BatchRows:
 
     @staticmethod
     def _sampled(
-        plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span], scored: Sequence[ScoredPrompt]
+        plan: ExecutionPlan, order: Sequence[int], spans: Sequence[Span], scored: Sequence[ScoredPrompt]
     ) -> torch.Tensor:
-        """The flat row of each of `plan.sample_rows`, then those of `scored`."""
+        """The flat rows of `plan.sample_rows`, of a chain all; then those of `scored`."""
+        decode, prefill = spans[: len(order)], spans[len(order) :]
         place = [0] * len(order)
-        for first, i in enumerate(order):
-            place[i] = first
+        for i, s in zip(order, decode, strict=True):
+            place[i] = s.first_row
+        if plan.chains:
+            longer = {row: len(token_ids) for row, token_ids in plan.chains}
+            firsts = zip(plan.decode_rows, place, strict=True)
+            place = [first + i for row, first in firsts for i in range(1 + longer.get(row, 0))]
         ends = [
             s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
         ]
@@ -202,7 +240,9 @@ class BatchRows:
     def fresh_last_blocks(self, plan: ExecutionPlan) -> list[int]:
         """Last blocks of the step's rows that hold no computed token yet."""
         size = self._block_size
-        ends = [(row, at, at) for row, at in zip(plan.decode_rows, plan.decode_positions, strict=True)]
+        longer = {row: len(token_ids) for row, token_ids in plan.chains}
+        places = zip(plan.decode_rows, plan.decode_positions, strict=True)
+        ends = [(row, at, at + longer.get(row, 0)) for row, at in places]
         ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]
         return [
             table[last // size]
@@ -214,8 +254,17 @@ class BatchRows:
     def samplers(self, rows: Iterable[int]) -> list[RowSampler]:
         return [self._row(row).sampler for row in rows]
 
+    def chain_samplers(self, plan: ExecutionPlan) -> list[RowSampler]:
+        """The sampler of each row of logits; in a chain, after the tokens before."""
+        proposed = dict(plan.chains)
+        return [
+            self._row(row).sampler.after(proposed.get(row, ())[:i])
+            for row in plan.sample_rows
+            for i in range(1 + len(proposed.get(row, ())))
+        ]
+
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Append the token drawn for each row."""
+        """Append a token to each of `rows`. One with a chain may be there several times."""
         for row, token_id in zip(rows, token_ids, strict=True):
             batch_row = self._rows[row]
             batch_row.tokens.append(token_id)

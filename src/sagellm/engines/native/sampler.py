@@ -19,7 +19,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,18 @@ class RowSampler:
         changed = held_back or params.logit_bias or params.has_penalties
         row.is_plain = params.greedy and params.logprobs is None and not changed
         return row
+
+    def after(self, token_ids: Sequence[int]) -> RowSampler:
+        """The state once these tokens are drawn. This one stays as it is."""
+        if not token_ids:
+            return self
+        if self.seen is None or self.counts is None:
+            return replace(self, num_outputs=self.num_outputs + len(token_ids))
+        with torch.inference_mode():
+            later = replace(self, seen=self.seen.clone(), counts=self.counts.clone())
+        for token_id in token_ids:
+            later.accept(token_id)
+        return later
 
     def accept(self, token_id: int) -> None:
         """Count a token that was drawn for the row."""
