@@ -51,14 +51,17 @@ double scale_of(const double *x, int64_t count, double eps) {
 template <typename T>
 bool norms(int32_t type) {
     const int64_t rows = between(1, 90), columns = between(1, 600), with_delta = between(0, 1);
-    Numbers<T> x(rows * columns), delta(rows * columns), weight(columns), y(rows * columns);
-    const std::vector<double> before = x.values();
-    const AddNorm job = {x.data.get(), with_delta ? delta.data.get() : nullptr, weight.data.get(), y.data.get(), rows,
-                         columns, columns, columns, columns, 1e-5f, type};
+    const bool with_own = with_delta && between(0, 1);
+    Numbers<T> x(rows * columns), delta(rows * columns), own(columns), weight(columns), y(rows * columns);
+    const std::vector<double> before = x.values(), added = delta.values();
+    const AddNorm job = {x.data.get(), with_delta ? delta.data.get() : nullptr, with_own ? own.data.get() : nullptr,
+                         weight.data.get(), y.data.get(), rows, columns, columns, columns, columns, 1e-5f, type};
     if (sagellm_add_norm(&job, 2) != DONE) return false;
     const std::vector<double> after = x.values();
     for (int64_t i = 0; i < rows * columns; i++) {
-        const double sum = before[size_t(i)] + (with_delta ? delta[i] : 0.0);
+        const double *delta_row = &added[size_t(i / columns * columns)];
+        const double factor = with_own ? scale_of(delta_row, columns, 1e-5) * own[i % columns] : 1.0;
+        const double sum = before[size_t(i)] + (with_delta ? delta[i] * factor : 0.0);
         const double *row = &after[size_t(i / columns * columns)];
         if (!close<T>(after[size_t(i)], sum, "sum")) return false;
         if (!close<T>(y[i], row[i % columns] * scale_of(row, columns, 1e-5) * weight[i % columns], "norm")) return false;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.library import (
     LEVELS,
+    Compiler,
     CpuLevel,
     compiled,
     cpu_level,
@@ -113,7 +115,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(kernel: CpuLinear, dtype:
         x, bias = x.bfloat16(), bias.bfloat16()
     matrix = packed(kernel, weight)
     whole = kernel.apply(x, matrix, bias)
-    for count in (1, 2, 6, 7, 13, 30, 385):
+    for count in (1, 2, 6, 7, 13, 16, 17, 30, 32, 33, 385):
         for first in (0, 400 - count):
             part = kernel.apply(x[first : first + count], matrix, bias)
             assert torch.equal(part, whole[first : first + count])
@@ -269,7 +271,16 @@ def test_what_is_not_supported_is_named(kernel: CpuLinear) -> None:
 
 def test_the_best_level_is_taken() -> None:
     everything = {flag for level in LEVELS for flag in level.cpu_flags}
-    older, oldest = everything - {"avx512_bf16"}, everything - {"avx512_bf16", "avx512_vnni"}
-    names = [cpu_level(flags).name for flags in (everything, older, oldest, {"avx2"}, ())]
-    assert names == ["avx512_bf16", "avx512_vnni", "avx512", "plain", "plain"]
+    without_tiles = everything - {"amx_tile"}
+    older, oldest = without_tiles - {"avx512_bf16"}, without_tiles - {"avx512_bf16", "avx512_vnni"}
+    names = [cpu_level(flags).name for flags in (everything, without_tiles, older, oldest, {"avx2"}, ())]
+    assert names == ["amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "plain", "plain"]
     assert cpu_level({"avx2", "fma", "f16c", "avx512f"}).name == "avx2"
+
+
+def test_a_compiler_without_the_options_of_the_best_level(tmp_path: Path) -> None:
+    everything = {flag for level in LEVELS for flag in level.cpu_flags}
+    old = tmp_path / "g++"
+    old.write_text('#!/bin/sh\ncase "$*" in *amx*) exit 1;; esac\n', encoding="ascii")
+    old.chmod(0o755)
+    assert cpu_level(everything, Compiler((str(old),), "")).name == "avx512_bf16"

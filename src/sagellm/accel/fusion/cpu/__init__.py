@@ -28,9 +28,9 @@ def cpu_kernels(threads: int) -> KernelSet:
     has them. Empty where they cannot be built; a warning then has the reason.
     """
     try:
-        level = cpu_level()
         started_s = time.monotonic()
         compiler = find_compiler()
+        level = cpu_level(compiler=compiler)
         with ThreadPoolExecutor() as pool:
             paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
         linear = loaded(paths[0])

@@ -39,6 +39,10 @@ class Compiler:
     command: tuple[str, ...]
     version: str
 
+    def accepts(self, options: Sequence[str]) -> bool:
+        """Whether it knows these options. It is asked, because a version is a text."""
+        return _run([*self.command, *options, "-E", "-x", "c++", os.devnull]).returncode == 0
+
 
 def find_compiler(environ: Mapping[str, str] | None = None) -> Compiler:
     """The C++ compiler in CXX, or the first one found. Raises `KernelError` if none runs."""
@@ -150,14 +154,17 @@ class CpuLevel:
 
 
 def _level(name: str, *flags: str) -> CpuLevel:
-    return CpuLevel(name, frozenset(flags), tuple(f"-m{flag.replace('_', '')}" for flag in flags))
+    options = (flag.replace("amx_", "amx-").replace("_", "") for flag in flags)
+    return CpuLevel(name, frozenset(flags), tuple(f"-m{option}" for option in options))
 
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 
 LEVELS = (
-    _level("avx512_bf16", *_AVX512, "avx512_vnni", "avx512_bf16"),
+    _level("amx_bf16", *_AVX512_BF16, "amx_tile", "amx_bf16"),
+    _level("avx512_bf16", *_AVX512_BF16),
     _level("avx512_vnni", *_AVX512, "avx512_vnni"),
     _level("avx512", *_AVX512),
     _level("avx2", *_AVX2),
@@ -166,10 +173,16 @@ LEVELS = (
 """Best first; `plain` runs on every CPU that the compiler supports."""
 
 
-def cpu_level(flags: Iterable[str] | None = None) -> CpuLevel:
-    """The best level for a CPU with these flags (default: this CPU's)."""
+def cpu_level(flags: Iterable[str] | None = None, compiler: Compiler | None = None) -> CpuLevel:
+    """The best level for a CPU with these flags and for the compiler.
+
+    The default are this CPU's flags. A compiler for C++20 knows the options of all levels but the first.
+    """
     has = this_cpu_flags() if flags is None else frozenset(flags)
-    return next(level for level in LEVELS if level.cpu_flags <= has)
+    best = next(level for level in LEVELS if level.cpu_flags <= has)
+    if best is LEVELS[0] and compiler is not None and not compiler.accepts(best.compiler_flags):
+        best = LEVELS[1]
+    return best
 
 
 def this_cpu_flags() -> frozenset[str]:

@@ -16,6 +16,7 @@
 #include "interface.h"
 #include "numbers.h"
 #include "scratch.h"
+#include "tiles.h"
 #include "vector.h"
 
 // y[rows, outputs] = x[rows, inputs] W^T + bias, W in panels. Strides are in elements; columns of x and y are
@@ -209,6 +210,14 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
     typedef typename Form::Weight W;
     const auto *x = static_cast<const typename Form::X *>(job.x) + first * job.x_stride;
     const W *weights = static_cast<const W *>(job.panels) + panel * PANEL * GROUP<W> * groups<W>(job.inputs);
+#if defined(__AMX_BF16__)
+    static_assert(PANEL == tiles::PANEL);
+    if constexpr (std::is_same_v<Form, Pairs>)
+        if (tiles::are_granted()) {
+            tiles::multiply(x, job.x_stride, rows, weights, job.inputs, sums);
+            return store<typename Form::X, Y>(job, sums, first, rows, panel, base);
+        }
+#endif
     const int64_t tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, size = (rows + tiles - 1) / tiles;
     const int64_t block = tiles < 2 ? job.inputs : BLOCK_BYTES / PANEL / int64_t(sizeof(W));
     const int64_t lines = (GROUP<W> * PANEL * int64_t(sizeof(W)) / LINE + tiles - 1) / tiles;

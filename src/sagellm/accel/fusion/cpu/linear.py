@@ -114,7 +114,7 @@ class CpuLinear(CpuKernel):
         library.sagellm_panel.restype = ctypes.c_int64
         self._panel: int = library.sagellm_panel()
         self._weight_dtypes = {torch.float32: frozenset(DTYPE_CODES)}
-        if level.name == "avx512_bf16":
+        if "avx512_bf16" in level.cpu_flags:
             self._weight_dtypes[torch.bfloat16] = frozenset({torch.bfloat16})
 
     def multiplies(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
