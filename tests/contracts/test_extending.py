@@ -137,6 +137,12 @@ scheduler:
     assert reused >= 64
 
 
+def test_a_proposer_changes_no_token(folder: Path) -> None:
+    pytest.importorskip("torch")
+    mine = engine_with(folder, "speculative: {method: 'my_proposer:Mine', method_options: {period: 3}}")
+    assert mine == engine_with(folder, "speculative: {method: none}")
+
+
 def test_a_trace_format_reads_a_file(folder: Path) -> None:
     (folder / "mine.csv").write_text("0.5,100,20\n1.5,50,10\n", encoding="utf-8")
     shown = run(folder, "-m", "sagellm", "trace", "info", "mine.csv", "--format", "my_trace:Mine")
@@ -171,6 +177,10 @@ def test_a_weight_format_gives_the_values(folder: Path) -> None:
             "unknown reuse_predictor 'tabel'",
         ),
         ("kv: {eviction: predictive, eviction_options: {predictor: {horizon_s: 1}}}", "give a name"),
+        (
+            "{engine: {backend: simulator}, speculative: {method: prompt_lookup}}",
+            "needs a backend that computes proposed tokens",
+        ),
     ],
 )
 def test_wrong_names_and_options_are_explained(tmp_path: Path, settings: str, expected: str) -> None:

@@ -180,6 +180,14 @@ class SchedulerConfig(Section):
         return self
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: several tokens of a request in one step, the output unchanged."""
+
+    method: Word = key("none", "what proposes tokens: none, or prompt_lookup (n-grams of the request's own)")
+    method_options: dict[str, Any] = key({}, "options of that method")
+    num_tokens: int = key(4, "most tokens proposed for a request and step", ge=1, le=64)
+
+
 class EngineConfig(Section):
     """The loop and its machine."""
 
@@ -289,6 +297,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     kv: KVConfig = Field(default_factory=KVConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     events: EventsConfig = Field(default_factory=EventsConfig)

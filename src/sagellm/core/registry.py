@@ -30,6 +30,7 @@ from sagellm.core.protocols.lifetime import LifetimePredictor, ReusePredictor
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.protocols.quantization import WeightFormat
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.protocols.speculative import Proposer
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ KINDS: Mapping[str, tuple[str, str, type | None]] = {
     "pool": ("sagellm.kvmgr.kv_pool", "sagellm.pools", KVPool),
     "backend": ("sagellm.engines", "sagellm.backends", InferenceBackend),
     "weight_format": ("sagellm.accel.quantization.formats", "sagellm.weight_formats", WeightFormat),
+    "proposer": ("sagellm.accel.speculative", "sagellm.proposers", Proposer),
     "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects", DomesticCommBackend),
     "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats", None),
 }

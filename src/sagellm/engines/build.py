@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.config import Config, KVConfig, SchedulerConfig
+from sagellm.core.config import Config, KVConfig, SchedulerConfig, SpeculativeConfig
 from sagellm.core.config_layers import (
     COMMAND_LINE,
     Layer,
@@ -31,6 +31,7 @@ from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
@@ -272,9 +273,26 @@ def build_engine(
         PassPipeline(passes),
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
+        speculation=build_speculation(config.speculative, capability),
         clock=clock,
         events=events,
     )
+
+
+def build_speculation(config: SpeculativeConfig, capability: CapabilityDescriptor) -> Speculation | None:
+    """The configured proposer, or None for the method "none".
+
+    Raises `ConfigError` for a backend that computes no chains of proposed tokens.
+    """
+    if config.method == "none":
+        return None
+    if "speculative_decoding" not in capability.features:
+        raise ConfigError(
+            f"speculative.method {config.method!r} needs a backend that computes proposed tokens; the one on "
+            f"device {capability.device!r} does not: set speculative.method to none"
+        )
+    proposer = registry("proposer").create_from({**config.method_options, "name": config.method})
+    return Speculation(proposer, config.num_tokens)
 
 
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:

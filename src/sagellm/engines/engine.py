@@ -196,7 +196,7 @@ class Engine:
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
-        expert_rows = getattr(self.backend, "expert_rows", dict)
+        expert_rows, speculation = getattr(self.backend, "expert_rows", dict), self.speculation
         return EngineDiagnostics(
             evicted_blocks=dict(kv.allocator.num_evicted),
             internal_fragmentation=fragmentation.internal,
@@ -206,6 +206,8 @@ class Engine:
             pass_time_s=dict(self.scheduler.pass_time_s),
             reuse_by_tenant={} if kv.metrics is None else kv.metrics.by_tenant(),
             expert_rows=expert_rows(),
+            num_proposed_tokens=speculation.num_proposed if speculation else 0,
+            num_accepted_tokens=speculation.num_accepted if speculation else 0,
         )
 
     def capability(self) -> CapabilityDescriptor:

@@ -142,6 +142,10 @@ class ServerMetrics(Collector):
         yield self._gauge("kv_pinned_blocks", "KV blocks that pinned prefixes hold", found.num_pinned_blocks)
         text = "Time spent in each scheduling pass"
         yield self._count("scheduler_pass_seconds", text, found.pass_time_s, "pass")
+        text = "Tokens that were proposed by speculative decoding"
+        yield self._count("proposed_tokens", text, found.num_proposed_tokens)
+        text = "Proposed tokens that the model has accepted"
+        yield self._count("accepted_tokens", text, found.num_accepted_tokens)
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
         queries = {tenant: tokens.num_tokens for tenant, tokens in reuse.items()}

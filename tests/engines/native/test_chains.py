@@ -15,6 +15,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import SamplingParams
+from sagellm.engines.build import load
 from sagellm.engines.native import attention
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
@@ -202,3 +203,35 @@ def test_logits_that_are_no_numbers_end_the_chain(tmp_path: Path) -> None:
     result = driver.step()
     assert result.token_ids == (*answer[1:3], NO_TOKEN)
     assert result.num_accepted == (2,)
+
+
+def test_texts_with_prompt_lookup_are_those_without() -> None:
+    """The demo model, greedy and sampled, with stop strings, log-probabilities and several choices."""
+    prompts = ["one two one two one two one", "The cat sat. The cat sat. The", "x"]
+    settings = {"scheduler.max_num_seqs": 4, "scheduler.max_batched_tokens": 32, "kv.num_blocks": 96}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=40, n=3, stop=("t",)),
+        SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.1, min_tokens=12),
+    ]
+
+    def texts(method: str, overlap: bool) -> tuple[list[object], int]:
+        llm = load(None, {**settings, "speculative.method": method, "engine.overlap": overlap})
+        found: list[object] = []
+        for one in params:
+            for completion in llm.generate(prompts, one):
+                assert completion.error is None
+                for choice in completion.choices:
+                    ids = [entry.token_id for entry in choice.logprobs]
+                    found.append((choice.text, choice.token_ids, choice.finish_reason, ids))
+        num_accepted = llm.diagnostics().num_accepted_tokens
+        assert num_accepted <= llm.diagnostics().num_proposed_tokens
+        llm.close()
+        return found, num_accepted
+
+    plain, none = texts("none", overlap=False)
+    assert none == 0
+    for overlap in (False, True):
+        found, num_accepted = texts("prompt_lookup", overlap)
+        assert found == plain
+        assert num_accepted > 20

@@ -40,7 +40,8 @@ class EngineDiagnostics:
     `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
-    `expert_rows`: by layer, how many rows each of its experts has computed.
+    `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
+    many of these the model has accepted: with speculative decoding.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -51,6 +52,8 @@ class EngineDiagnostics:
     pass_time_s: Mapping[str, float] = field(default_factory=dict)
     reuse_by_tenant: Mapping[str, TenantReuse] = field(default_factory=dict)
     expert_rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
