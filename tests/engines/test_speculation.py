@@ -165,15 +165,17 @@ def test_a_pass_says_how_many_tokens_may_be_proposed() -> None:
     assert engine.last_plan.chains == (Chain(engine.last_plan.decode_rows[0], (1, 1)),)
 
 
-def test_without_free_blocks_only_slots_that_are_there_are_used() -> None:
-    """Three blocks of four: `a` has two, `b` has one. No request is preempted for proposed tokens."""
-    backend = TokenMemoryBackend(num_blocks=3)
-    engine = fake_engine(backend, speculation=Speculation(Scripted([1] * 9), 8))
-    engine.add(request("a", range(5), 4))
-    engine.add(request("b", range(40, 42), 2))
-    found = run_all(engine)
-    assert found == {"a": right_tokens(range(5), 4), "b": right_tokens(range(40, 42), 2)}
-    assert engine.stats().num_preemptions == 0
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(4, [2, 2]), (5, [6, 2]), (6, [6, 6])])
+def test_proposed_tokens_leave_a_block_for_each_request(num_blocks: int, lengths: list[int]) -> None:
+    """Both have a block of four, of which the second token is computed, and would need one more."""
+    engine = fake_engine(TokenMemoryBackend(num_blocks), speculation=Speculation(Scripted([1] * 9), 6))
+    engine.add(request("a", range(5, 6), 12))
+    engine.add(request("b", range(40, 41), 12))
+    engine.step()
+    engine.step()
+    assert engine.last_plan is not None
+    assert [len(chain.token_ids) for chain in engine.last_plan.chains] == lengths
+    run_all(engine)
 
 
 class Failing(TokenMemoryBackend):

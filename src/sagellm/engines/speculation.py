@@ -28,17 +28,21 @@ class Speculation:
     def propose(self, binding: Binding, decodes: DecodeBatch, kv: KVCacheManager) -> None:
         """Fill the proposals of a bound draft.
 
-        They take what the draft leaves of the token budget, and blocks that are free or can be made free. No
+        They take what the draft leaves of the token budget, and of the blocks that are free or can be made
+        free all but one for each request in decode, so that proposals preempt nothing in the next step. No
         request gets more than it may still draw.
         """
         draft = binding.draft
         budget = draft.token_budget - draft.num_tokens
+        spare_blocks = kv.quotes.available_blocks() - len(decodes)
         for state, remaining in zip(decodes.states, decodes.remaining(), strict=True):
             most = min(draft.num_draft_tokens, budget, remaining - 1)
             if most < 1 or state.request_id in draft.skipped_decodes:
                 continue
             token_ids = self._proposer.propose(state.request_id, state.tokens, most).token_ids[:most]
-            token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids))]
+            num_bound = len(binding.appended_to)
+            token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids), spare_blocks)]
+            spare_blocks -= len(binding.appended_to) - num_bound
             if token_ids:
                 draft.proposals[state] = token_ids
                 budget -= len(token_ids)

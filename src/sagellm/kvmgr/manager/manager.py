@@ -223,12 +223,12 @@ class KVCacheManager:
             raise
         binding.decodes_bound, binding.stage = True, BindingStage.BOUND
 
-    def bind_proposed(self, binding: Binding, state: RequestState, num_tokens: int) -> int:
+    def bind_proposed(self, binding: Binding, state: RequestState, num_tokens: int, max_blocks: int) -> int:
         """Append the blocks that proposed tokens of a request in decode need.
 
-        The binding is bound, and notes them. Returns how many of the `num_tokens` have a slot: all, or where
-        memory is short those for which the request has one already. Blocks of tokens that are not accepted
-        stay with the request.
+        The binding is bound, and notes them. Returns how many of the `num_tokens` have a slot: all, or those
+        for which the request has one already, where more than `max_blocks` are missing or memory is short.
+        Blocks of tokens that are not accepted stay with the request.
         """
         blocks = self._tables[state.request_id]
         held = len(blocks.block_ids)
@@ -236,10 +236,13 @@ class KVCacheManager:
         missing = cdiv(end, self.block_size) - held
         if missing <= 0:
             return num_tokens
+        num_slots = num_tokens - (end - held * self.block_size)
+        if missing > max_blocks:
+            return num_slots
         try:
             block_ids = self.allocator.append_blocks(blocks, missing)
         except CapacityError:
-            return num_tokens - (end - held * self.block_size)
+            return num_slots
         binding.appended_to += [state] * missing
         binding.appended_ids += block_ids
         delta = BlockTableDelta(state.row, held * blocks.num_groups, tuple(block_ids))
