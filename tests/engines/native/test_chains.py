@@ -16,8 +16,9 @@ from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import SamplingParams
 from sagellm.engines.build import load
-from sagellm.engines.native import attention
+from sagellm.engines.native import attention, recorded_steps
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
+from tests.bridged_models import save_bridged
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.engines.native.test_recorded_steps import Recorder
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
@@ -99,6 +100,12 @@ def test_the_same_outputs_by_torch(name: str, tmp_path: Path) -> None:
     compare(made(tmp_path))
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "cohere2"])
+def test_the_same_outputs_through_the_bridge(model_type: str, tmp_path: Path) -> None:
+    save_bridged(tmp_path, model_type)
+    compare(made(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def kernels() -> KernelSet:
     found = cpu_kernels(1)
@@ -137,6 +144,21 @@ def test_steps_with_chains_are_recorded_by_their_positions(kernels: KernelSet, t
     driver.step()
     driver.step()
     assert recorder.replays == 2, "nine positions are more than six rows"
+
+
+def test_chains_of_long_contexts_are_not_recorded_on_a_cpu(
+    kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_steps, "MOST_CPU_CHAIN_CONTEXT", 4)
+    save_tiny(tmp_path, "qwen3")
+    recorder = Recorder()
+    driver = Driver(
+        made(tmp_path, KernelSet(attention=kernels.attention), capture=recorder), propose=lambda _: [1, 2]
+    )
+    driver.add([5, 6, 7, 8], 9)
+    for replays in (0, 1, 1):
+        driver.step()
+        assert recorder.replays == replays
 
 
 @pytest.mark.parametrize(

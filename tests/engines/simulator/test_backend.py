@@ -6,7 +6,7 @@ import pytest
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.events import EventBus
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, Chain, ExecutionPlan, Join, Prefill, Transfer
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.backend import SimulatedBackend
@@ -57,6 +57,26 @@ def test_a_step_takes_what_it_costs() -> None:
     result = made.execute(plan)
     assert clock.now() == 5.0 + COST.step_s(shape)
     assert result.token_ids == tuple(made.token_of(name) for name in "abc")
+
+
+def test_a_chain_takes_what_a_chunk_costs() -> None:
+    clock = ManualClock()
+    made = backend(clock)
+    tokens = {name: made.token_of(name) for name in "abc"}
+    wrong = (tokens["a"] + 1) % 128256
+    plan = ExecutionPlan(
+        0,
+        joined=(join(0, "a", logprobs=0), join(1, "b"), join(2, "c")),
+        decode_rows=(0, 1, 2),
+        decode_positions=(9, 20, 30),
+        chains=(Chain(0, (tokens["a"], wrong, tokens["a"])), Chain(2, (wrong,))),
+    )
+    assert made.shape_of(plan) == StepShape(1, 21, ((9, 4), (30, 2)))
+    result = made.execute(plan)
+    assert clock.now() == COST.step_s(made.shape_of(plan))
+    assert result.token_ids == (tokens["a"], tokens["a"], tokens["b"], tokens["c"])
+    assert result.num_accepted == (1, 0)
+    assert [entry.token_id for entry in result.logprobs[0]] == [tokens["a"]] * 2
 
 
 def test_tokens_of_requests_differ_and_end_nobody() -> None:
