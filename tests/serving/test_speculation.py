@@ -1,0 +1,70 @@
+"""Answers over HTTP with prompt lookup: those without, though a step brings several tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sagellm.engines.build import load
+from tests.serving.live import Live, serving
+
+PROMPT = "one two one two one two one two one"
+BODY = {"prompt": PROMPT, "max_tokens": 32, "logprobs": 2, "temperature": 0.7, "seed": 4, "n": 2}
+CHAT = {
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 24,
+    "logprobs": True,
+    "temperature": 0,
+}
+
+
+def answered(live: Live, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Choices and usage of an answer that comes whole."""
+    response = live.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"], response.json()["usage"]
+
+
+def streamed(live: Live, path: str, body: dict[str, Any]) -> tuple[dict[int, str], int, Any, int]:
+    """Texts by choice, entries with log-probabilities, usage and chunks of a stream."""
+    texts: dict[int, str] = {}
+    num_entries, num_chunks, usage = 0, 0, None
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with live.http.stream("POST", path, json=asked) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            usage = chunk["usage"] or usage
+            num_chunks += 1
+            for choice in chunk["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+                found = choice.get("logprobs") or {}
+                num_entries += len(found.get("tokens") or found.get("content") or ())
+    return texts, num_entries, usage, num_chunks
+
+
+def without_values(choices: list[Any]) -> list[Any]:
+    """The same without numbers, whose last digits depend on the batch."""
+    return json.loads(json.dumps(choices), parse_float=lambda _: None)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_answers_streams_and_usage_are_the_same(path: str, body: dict[str, Any]) -> None:
+    with serving(load(None, {"kv.num_blocks": 96})) as live:
+        choices, usage = answered(live, path, body)
+        texts, num_entries, streamed_usage, num_chunks = streamed(live, path, body)
+        assert live.metric("sagellm_proposed_tokens_total") == 0
+    with serving(load(None, {"kv.num_blocks": 96, "speculative.method": "prompt_lookup"})) as live:
+        faster, faster_usage = answered(live, path, body)
+        assert without_values(faster) == without_values(choices)
+        assert faster_usage["completion_tokens"] == usage["completion_tokens"]
+        found = streamed(live, path, body)
+        assert found[:2] == (texts, num_entries)
+        assert found[2]["completion_tokens"] == streamed_usage["completion_tokens"]
+        assert found[3] < num_chunks
+        accepted = live.metric("sagellm_accepted_tokens_total")
+        assert 0 < accepted <= live.metric("sagellm_proposed_tokens_total")
