@@ -43,16 +43,22 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 
 VOCAB = 257
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -76,6 +82,37 @@ _OPT_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 160,
     "dropout": 0.0,
 }
+
+
+_RECURRENT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+
+
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    experts = {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24,
+    }  # fmt: skip
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**(_SHAPE | _RECURRENT | experts | changes)))
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(_SHAPE | _RECURRENT | changes)))
+
+
+def _qwen3_5_with_images() -> PreTrainedModel:
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=_SHAPE | _RECURRENT, vision_config=vision)
+    )
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
@@ -251,6 +288,18 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe-some-dense": lambda: _qwen3_moe(
         mlp_only_layers=[0], norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True
     ),
+    "qwen3-next": _qwen3_next,
+    "qwen3-next-dense-first": lambda: _qwen3_next(
+        layer_types=[FULL, LINEAR, LINEAR, FULL], mlp_only_layers=[0, 1], linear_conv_kernel_dim=3,
+        tie_word_embeddings=True, attention_bias=True, norm_topk_prob=False,
+    ),
+    "qwen3.5": lambda: _qwen3_5(
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+        },
+    ),
+    "qwen3.5-text-part": _qwen3_5_with_images,
     "phi3": _phi3,
     "phi3-longrope-partial": lambda: _phi3(
         rope_parameters=_longrope(8) | {"partial_rotary_factor": 0.5}, original_max_position_embeddings=4
@@ -288,7 +337,8 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """
     model = TINY_MODELS[name]()
     generator = torch.Generator().manual_seed(seed)
-    norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma adds 1 to a norm's weights
+    adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    norm = 0.0 if adds_one else 1.0  # to a norm's weights
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -160,6 +160,8 @@ def _report_fit(config: Config, device: LocalDevice) -> None:
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
     for line in _kv_groups(size):
         print(f"    {line}")
+    if size.state_bytes:
+        print(f"    recurrent states: {as_text(size.state_bytes)} for each sequence that runs")
     print(f"    room for {tokens // context} requests of {context} tokens at once")
 
 

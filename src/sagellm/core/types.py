@@ -456,6 +456,8 @@ class KVCacheSchema:
     groups: tuple[KVGroup, ...] = ()
     values_in_keys: bool = False
     """Values are a part of the keys (latent attention), so they take no memory."""
+    state_bytes: int = 0
+    """Of the recurrent states of one sequence, in all layers that have one; those layers have no KV."""
 
     @property
     def num_groups(self) -> int:

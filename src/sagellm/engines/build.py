@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
+log = logging.getLogger("sagellm.engine")
 DEFAULT_REUSE_PREDICTOR = "reuse_table"
 
 
@@ -199,6 +201,8 @@ def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
         raise ConfigError(
             "kv.swap_space_gb: what a model with sliding windows has computed is not swapped; leave it out"
         )
+    if capability.kv_schema is not None and capability.kv_schema.state_bytes:
+        raise ConfigError("kv.swap_space_gb: recurrent states are not swapped; leave it out for this model")
     host = FreeListPool(capability.num_host_blocks, capability.block_size)
     return SwapSpace(host, capability.host_copy_s)
 
@@ -237,6 +241,15 @@ def build_backend(
     return made
 
 
+def _kv_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
+    """The configuration without a prefix cache, for a model with recurrent states."""
+    if capability.kv_schema is None or not capability.kv_schema.state_bytes:
+        return config
+    if config.prefix_caching:
+        log.warning("no prefix is reused: this model has recurrent states, of which no checkpoints are kept")
+    return config.model_copy(update={"prefix_caching": False})
+
+
 def build_engine(
     config: Config,
     backend: InferenceBackend | None = None,
@@ -255,7 +268,7 @@ def build_engine(
     passes = build_passes(config.scheduler)
     check_features(passes, capability)
     kv = build_kv(
-        config.kv,
+        _kv_of(config.kv, capability),
         capability.num_blocks,
         window=capability.sliding_window,
         groups=capability.kv_schema.groups if capability.kv_schema else (),

@@ -379,6 +379,10 @@ class Engine:
                 self.kv.give_up_saved(binding.draft)
             for chunk in reversed(list(undone.draft.admitted())):
                 self._request_table.cancel_admission(chunk.state)
+        if self.backend.get_kv_schema().state_bytes:  # the failed step has spoilt the states of its rows
+            for state in list(binding.draft.scheduled()):
+                if state.status is RequestStatus.RUNNING:
+                    self._preempt(state)
 
     def _commit(self, current: InFlightStep, result: StepResult) -> None:
         plan = current.plan

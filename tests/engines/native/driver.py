@@ -15,9 +15,15 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
-from sagellm.engines.native.model import DecoderLayer, DecoderModel, Mlp
+from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel, Mlp
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def attention_of(layer: DecoderLayer) -> Attention:
+    """The attention of a layer that is not recurrent."""
+    assert isinstance(layer.mixer, Attention)
+    return layer.mixer
 
 
 def mlp_of(layer: DecoderLayer) -> Mlp:

@@ -21,7 +21,7 @@ from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.matrices import Dense
 from sagellm.engines.native.model import NO_KERNELS
-from tests.engines.native.driver import native_model
+from tests.engines.native.driver import attention_of, native_model
 from tests.tiny_models import save_tiny
 
 HEADS, BLOCK_SIZE = 4, 4
@@ -107,7 +107,7 @@ def test_absorbed_weights_are_those_of_a_quantized_matrix(bits: int, tmp_path: P
         tmp_path, num_blocks=8, kernels=cpu_kernels, quantizer=RoundToNearest(bits), threads=1
     )
     for layer in native_model(backend)._layers:
-        own = layer.latent
+        own = attention_of(layer).latent
         assert own is not None
         latent = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
         key, value = own.kv_up.multiply(latent).view(6, 40).split([24, 16], dim=1)

@@ -15,7 +15,7 @@ from sagellm.core.errors import ModelError
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.build import build_backend, load_config
 from sagellm.engines.native.matrices import PackedQuantizedMatrix
-from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of, native_model
+from tests.engines.native.driver import Driver, RecordingBackend, Running, attention_of, mlp_of, native_model
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
@@ -65,7 +65,7 @@ def _packed(made: RecordingBackend) -> list[PackedQuantizedMatrix]:
     layers = [
         layer
         for one in native_model(made)._layers
-        for layer in (one.qkv, one.attn_out, mlp_of(one).up, mlp_of(one).down)
+        for layer in (attention_of(one).qkv, attention_of(one).output, mlp_of(one).up, mlp_of(one).down)
     ]
     matrices = (*(part.matrix for part in layers), native_model(made)._head)
     return [matrix for matrix in matrices if isinstance(matrix, PackedQuantizedMatrix)]

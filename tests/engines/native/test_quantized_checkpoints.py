@@ -20,7 +20,7 @@ from sagellm.core.errors import ConfigError, MissingWeightsError, UnsupportedMod
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.matrices import Dense, PackedQuantizedMatrix
 from tests.accel.quantization.checkpoints import KINDS, Kind, made_for
-from tests.engines.native.driver import Driver, RecordingBackend, mlp_of, native_model
+from tests.engines.native.driver import Driver, RecordingBackend, attention_of, mlp_of, native_model
 from tests.tiny_models import VOCAB, make_tiny
 
 LINEAR = re.compile(r"(self_attn|mlp)\.\w+_proj$")
@@ -81,7 +81,8 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     made = backend(tmp_path / "quantized", kernels)
     layer = native_model(made)._layers[0]
-    for one in (layer.qkv, layer.attn_out, mlp_of(layer).up, mlp_of(layer).down):
+    attention = attention_of(layer)
+    for one in (attention.qkv, attention.output, mlp_of(layer).up, mlp_of(layer).down):
         assert isinstance(one.matrix, PackedQuantizedMatrix)
     found = logits(made)
     assert 0 < (found - plain).norm() < 0.1 * plain.norm()

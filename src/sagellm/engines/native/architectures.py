@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
-from sagellm.engines.native.families import deepseek, gemma, glm, llama, mixture, olmo, opt
+from sagellm.engines.native.families import deepseek, gemma, glm, llama, mixture, olmo, opt, recurrent
 from sagellm.engines.native.families.values import Config
 from sagellm.engines.native.folder_files import ConfigJson, checked, read_object
 from sagellm.engines.native.model_spec import ModelSpec
@@ -80,4 +80,7 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Gemma3ForConditionalGeneration": gemma.gemma3_text_part,
     "DeepseekV2ForCausalLM": deepseek.deepseek,
     "DeepseekV3ForCausalLM": deepseek.deepseek,
+    "Qwen3NextForCausalLM": recurrent.qwen3_next,
+    "Qwen3_5ForCausalLM": recurrent.qwen3_5,
+    "Qwen3_5ForConditionalGeneration": recurrent.qwen3_5_text_part,
 }

@@ -29,12 +29,13 @@ from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.measure import fastest, host_copy_s
-from sagellm.engines.native.memory import pool_blocks
+from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
+from sagellm.engines.native.recurrent.states import RecurrentStates, state_bytes
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.weights import num_parameters
@@ -125,11 +126,12 @@ class NativeBackend:
             blocks = pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
+                available_bytes(self._device) - max_num_seqs * self._schema.state_bytes,
             ) * groups  # fmt: skip
             self._kv = PagedKV(
-                spec.num_layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
+                len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
-                groups=self._schema.groups, value_dim=spec.value_dim,
+                groups=self._schema.groups, value_dim=spec.value_dim, states=self._working_states(),
             )  # fmt: skip
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             self._planner = attention_planner(self._kv, spec.num_heads, *attention)
@@ -165,7 +167,7 @@ class NativeBackend:
         block_size: int, split_kv: bool,
     ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
         spec = source.spec
-        groups = deal_layers(spec.windows) if split_kv else ()
+        groups = deal_layers(spec.kv_windows) if split_kv else ()
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
         self._packed = loader.linear is not None
         model: DecoderModel | BridgedModel
@@ -181,11 +183,18 @@ class NativeBackend:
         fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
         source.checkpoint.close()
         schema = KVCacheSchema(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
-            LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
-            values_in_keys=spec.latent is not None,
+            len(spec.kv_windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
+            block_size, LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
+            values_in_keys=spec.latent is not None, state_bytes=state_bytes(spec, self._compute_dtype),
         )  # fmt: skip
         return model, schema
+
+    def _working_states(self) -> RecurrentStates | None:
+        """A recurrent state for each row of the batch, where the model has any."""
+        spec = self._spec.recurrent
+        if spec is None:
+            return None
+        return RecurrentStates(spec, self._max_num_seqs, self._device, self._compute_dtype)
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
         """The recorded decode steps; None where torch computes a part of their attention."""
@@ -193,6 +202,8 @@ class NativeBackend:
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
         if not isinstance(self._model, DecoderModel) or (at_start and self._model.waits_for_routes):
+            return None
+        if self._kv.states is not None:  # their rows are not at fixed addresses
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
@@ -212,8 +223,8 @@ class NativeBackend:
 
     def capability(self) -> CapabilityDescriptor:
         """`dtype` is the weights' dtype. The KV schema has the computing dtype."""
-        windows = [window for window in self._spec.windows if window is not None]
-        all_windowed = len(windows) == self._spec.num_layers and not self._schema.groups
+        windows = [window for window in self._spec.kv_windows if window is not None]
+        all_windowed = len(windows) == self._schema.num_layers and not self._schema.groups
         return CapabilityDescriptor(
             device=str(self._device),
             dtype=dtype_name(self._dtype),
@@ -239,14 +250,24 @@ class NativeBackend:
     def execute(self, plan: ExecutionPlan) -> StepResult:
         """Run one step. Rows take in the drawn tokens only after everything else has worked. Raises
         `PlanError` for a plan that cannot be executed and `CapacityError` where memory runs out. In both
-        cases the KV of rows outside the plan is untouched, and the step's rows may run or join again.
+        cases the KV of rows outside the plan is untouched, and the step's rows may run or join again; where
+        the model has recurrent states, they must join again.
         """
+        states = self._kv.states
         with _memory_errors(self._device), self._current_device():
-            self._rows.apply(plan, self._device)
+            self._begin(plan)
             self._kv.copy_blocks(plan.copies)
             if not plan.num_tokens:
                 return StepResult(plan.step)
-            return self._compute(plan)
+            if states is None:
+                return self._compute(plan)
+            with states.moved_on((*plan.decode_rows, *(op.row for op in plan.prefills))):
+                return self._compute(plan)
+
+    def _begin(self, plan: ExecutionPlan) -> None:
+        self._rows.apply(plan, self._device)
+        if self._kv.states is not None:
+            self._kv.states.begin(plan.joined)
 
     def _compute(self, plan: ExecutionPlan) -> StepResult:
         scored = self._rows.scored(plan) if plan.prefills else ()
@@ -306,7 +327,10 @@ class NativeBackend:
 
     def _inputs(self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt] = ()) -> StepInputs:
         """The step's tensors. Zeros blocks that kernels read beyond the computed tokens."""
-        inputs = self._rows.inputs(plan, self._planner, self._model.kinds, self._device, scored)
+        inputs = self._rows.inputs(
+            plan, self._planner, self._model.kinds, self._device, scored,
+            recurrent=self._kv.states is not None,
+        )  # fmt: skip
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
             self._kv.clear_blocks(fresh)
@@ -318,7 +342,7 @@ class NativeBackend:
         """
         plan = self._lone_prompt(Tokens(prompt))
         with _memory_errors(self._device):
-            self._rows.apply(plan, self._device)
+            self._begin(plan)
             logits = self._logits(plan)[0]
             self._rows.apply(ExecutionPlan(0, left=(0,)), self._device)
         return logits.float().cpu()

@@ -22,7 +22,8 @@ class ExpertSpec:
     `scoring` of the router's logits is "softmax" or "sigmoid". With `is_corrected` a bias is added to scores,
     for the choice alone. Experts lie in `groups`, and are chosen from the `kept_groups` best: a group's score
     is the sum of its `group_best` best (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They
-    are multiplied by `scale`. One more MLP, of `shared_width`, computes all tokens; 0 for none.
+    are multiplied by `scale`. One more MLP, of `shared_width`, computes all tokens; 0 for none. With
+    `shared_gate` its output is multiplied by the sigmoid of one number per token.
     With `is_stacked` (gpt-oss) a tensor of the checkpoint has all experts of a layer; with `has_bias` router
     and experts have biases. `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha`
     times itself, and by the clamped up plus 1.
@@ -40,6 +41,7 @@ class ExpertSpec:
     kept_groups: int = 1
     group_best: int = 1
     shared_width: int = 0
+    shared_gate: bool = False
     is_stacked: bool = False
     has_bias: bool = False
     swiglu_limit: float | None = None

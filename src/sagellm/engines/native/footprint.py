@@ -21,6 +21,7 @@ from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.matrices import packed
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import dtype_name
+from sagellm.engines.native.recurrent.states import state_bytes
 from sagellm.engines.native.weights import EMBEDDING, Parameter, num_parameters
 
 _OUTPUTS = 16
@@ -40,13 +41,14 @@ class CodeFormat:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """A model as the engine would hold it, in `dtype` and `compute_dtype`. The KV of a token is that of all
-    groups, padding included. `codes` are quantized by `method`; `obstacle` is why some of them have to be
-    held as their values.
+    groups, padding included; `state_bytes` are the recurrent states of a sequence. `codes` are quantized by
+    `method`; `obstacle` is why some of them have to be held as their values.
     """
 
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int
     kv_groups: tuple[KVGroup, ...]
     max_model_len: int
     dtype: str
@@ -88,9 +90,9 @@ def footprint(
         weight_bytes += num_bytes
     source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
-    groups = deal_layers(spec.windows) if split_kv else ()
+    groups = deal_layers(spec.kv_windows) if split_kv else ()
     schema = KVCacheSchema(
-        spec.num_layers,
+        len(spec.kv_windows),
         spec.num_kv_heads,
         spec.head_dim,
         kv_dtype,
@@ -98,11 +100,13 @@ def footprint(
         LAYOUT,
         groups=groups,
         values_in_keys=spec.latent is not None,
+        state_bytes=state_bytes(spec, loading.compute_dtype),
     )
     return Footprint(
         num_parameters(plan),
         weight_bytes,
         schema.bytes_per_block,
+        schema.state_bytes,
         groups,
         source.max_model_len,
         dtype_name(loading.dtype),

@@ -144,7 +144,8 @@ def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: in
 
     Raises `CapacityError` where the backend does.
     """
-    kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes)
+    states = config.scheduler.max_num_seqs * size.state_bytes
+    kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes - states)
     bytes_per_block = size.kv_bytes_per_token * kv.block_size
     most = config.scheduler.max_num_seqs * cdiv(size.max_model_len, kv.block_size)
     return pool_blocks(

@@ -22,6 +22,7 @@ from sagellm.core.plan import BlockCopy
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.memory import lazy_zeros
+from sagellm.engines.native.recurrent.states import RecurrentStates
 
 LAYOUT = "layer.kv.block.token.head.dim"
 
@@ -70,12 +71,14 @@ class PagedKV:
 
     Tier "dram" has `num_host_blocks` blocks. With `has_scratch` the block `scratch_block` follows the pool's
     blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
+    `states`: the recurrent states of the batch, where the model has any.
     """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
         device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
         groups: Sequence[KVGroup] = (), value_dim: int | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:  # fmt: skip
         shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
         self.num_blocks = self.scratch_block = num_blocks
@@ -90,7 +93,7 @@ class PagedKV:
         self.values = [key[..., :value_dim] for key in self.keys]
         if value_dim is None:
             self.values = [self._pools[count + i] for i in places]
-        self.num_host_blocks = num_host_blocks
+        self.num_host_blocks, self.states = num_host_blocks, states
         shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
         self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in self._pools]
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
 
 log = logging.getLogger("sagellm.quantization")
+_NOT_QUANTIZED = (".router.weight", ".shared_gate.weight", ".delta.gates.weight")
+_WIDE = ("correction", ".delta.decay", ".delta.step_bias")
 Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
 
 
@@ -210,8 +212,8 @@ class WeightLoader:
         return self._packed(parameter.name, [quantizer.quantized(parameter.name, whole)])
 
     def quantizer_of(self, parameter: Parameter) -> WeightQuantizer | None:
-        """What quantizes the parameter. A router is small, and what it decides is not averaged out."""
-        return None if parameter.name.endswith(".router.weight") else self.quantization.quantizer
+        """What quantizes the parameter. Routers and gates are small, and not averaged out."""
+        return None if parameter.name.endswith(_NOT_QUANTIZED) else self.quantization.quantizer
 
     def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
         """The matrix in the kernel's form, or its values if the kernel has none."""
@@ -242,9 +244,9 @@ class WeightLoader:
         return matrix
 
     def _tensor(self, parameter: Parameter) -> torch.Tensor:
-        # Corrections decide between nearly equal scores, which are float32.
+        # Corrections decide between nearly equal scores, which are float32; decays are exponents.
         wide = torch.promote_types(self.compute_dtype, torch.float32)
-        dtype = wide if parameter.name.endswith("correction") else self.compute_dtype
+        dtype = wide if parameter.name.endswith(_WIDE) else self.compute_dtype
         tensor = torch.empty(parameter.shape, dtype=dtype, device=self.device)
         self._fill(Dense(tensor), parameter)
         return tensor

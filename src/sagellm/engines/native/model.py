@@ -22,6 +22,8 @@ from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
+from sagellm.engines.native.recurrent.states import RecurrentRows
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -45,7 +47,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class StepInputs:
     """One step as tensors. `tokens`, `positions` and the KV `slots` of each group are [T]. The last layer's
     MLP and the head are computed for rows `sampled` [S], or for all (None). `attention` has one plan per kind
-    of layers.
+    of layers. `recurrent`: whose states the tokens continue, where the model has any.
     """
 
     tokens: torch.Tensor
@@ -54,6 +56,7 @@ class StepInputs:
     slots: Sequence[torch.Tensor]
     sampled: torch.Tensor | None
     attention: Mapping[LayerKind, AttentionPlan]
+    recurrent: RecurrentRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ class Mixture:
     """A mixture of experts, and the matrix that chooses among them.
 
     `correction` is added to scores for the choice. `up` and `down` are stacks of the experts' matrices;
-    `shared` computes all tokens. `counts` are rows of each expert since the model was loaded.
+    `shared` computes all tokens, and `shared_gate` weighs it. `counts` are rows of each expert since the
+    model was loaded.
     """
 
     router: Linear
@@ -98,6 +102,7 @@ class Mixture:
     up: Linear
     down: Linear
     shared: Mlp | None
+    shared_gate: Linear | None
     counts: torch.Tensor
 
 
@@ -106,24 +111,35 @@ Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused. `scores` is
-    None where they are q k / sqrt(head_dim).
+class Attention:
+    """Weights of one layer's attention. Its KV is that of layer `kv_layer` in the pool.
+
+    `qkv` is fused, and begins with `gate_size` rows of an output gate. `scores` is None where they are
+    q k / sqrt(head_dim).
     """
 
     kind: LayerKind
+    kv_layer: int
     scores: Scores | None
-    attn_norm: NormWeights
     qkv: Linear
+    gate_size: int
     q_norm: NormWeights
     k_norm: NormWeights
-    attn_out: Linear
+    output: Linear
+    rope: int
+    latent: LatentLayer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights of one decoder layer: a mixer of tokens, and an MLP."""
+
+    attn_norm: NormWeights
+    mixer: Attention | DeltaLayer
     attn_out_norm: NormWeights
     mlp_norm: NormWeights
     mlp: Mlp | Mixture
     mlp_out_norm: NormWeights
-    rope: int
-    latent: LatentLayer | None = None
 
 
 class DecoderModel:
@@ -142,11 +158,11 @@ class DecoderModel:
         self._positions = weights.tensors.get("positions.weight")
         self._project_in = weights.matrices.get("project_in")
         self._project_out = weights.matrices.get("project_out")
-        self.kinds = layer_kinds(spec.windows, groups)
+        self.kinds = layer_kinds(spec.kv_windows, groups)
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
         self._kernels = usable_glue(kernels, spec, dtype, device)
         glue = self._kernels
-        self._layers = [_layer(spec, weights, i, kind, ropes, glue) for i, kind in enumerate(self.kinds)]
+        self._layers = [_layer(spec, weights, i, self.kinds, ropes, glue) for i in range(spec.num_layers)]
         self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
@@ -183,8 +199,8 @@ class DecoderModel:
 
     @property
     def scores(self) -> Scores | None:
-        """The scores of the first layer's attention; the other layers' differ in values only."""
-        return self._layers[0].scores
+        """The scores of the first attention; those of other layers differ in values only."""
+        return next(own.mixer.scores for own in self._layers if isinstance(own.mixer, Attention))
 
     @property
     def expands(self) -> Callable[[Span], bool] | None:
@@ -208,7 +224,14 @@ class DecoderModel:
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            stream = self._attention(layer, i, stream, step, kv, [*angles, None][layer.rope])
+            seen = self._sublayer_input(stream, layer.attn_norm)
+            if isinstance(layer.mixer, DeltaLayer):
+                assert step.recurrent is not None
+                assert kv.states is not None
+                mixed = layer.mixer(seen, step.recurrent, kv.states.of(i))
+            else:
+                mixed = self._attention(layer.mixer, seen, step, kv, [*angles, None][layer.mixer.rope])
+            stream = self._sublayer_output(stream[0], mixed, layer.attn_norm, layer.attn_out_norm)
             if i == last and step.sampled is not None:
                 x, delta, weight = stream
                 stream = x[step.sampled], None if delta is None else delta[step.sampled], weight
@@ -242,23 +265,20 @@ class DecoderModel:
         return x
 
     def _attention(
-        self, layer: DecoderLayer, index: int, stream: Stream, step: StepInputs, kv: PagedKV,
-        angles: Angles | None,
-    ) -> Stream:  # fmt: skip
-        spec = self.spec
-        qkv = layer.qkv(self._sublayer_input(stream, layer.attn_norm))
-        if layer.latent is not None:
+        self, own: Attention, x: torch.Tensor, step: StepInputs, kv: PagedKV, angles: Angles | None
+    ) -> torch.Tensor:
+        """The output [T, hidden] of attention over `x` [T, hidden]."""
+        spec, qkv, plan, slots = self.spec, own.qkv(x), step.attention[own.kind], step.slots[own.kind[0]]
+        if own.latent is not None:
             assert angles is not None
-            plan, slots = step.attention[layer.kind], step.slots[layer.kind[0]]
-            mixed = layer.latent.attend(plan, kv, index, qkv, slots, angles, layer.scores)
-        else:
-            heads = qkv.contiguous().view(len(qkv), -1, spec.head_dim)
-            self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
-            sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-            query, key, value = torch.split(heads, sizes, dim=1)
-            mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
-        delta = layer.attn_out(mixed.flatten(1))
-        return self._sublayer_output(stream[0], delta, layer.attn_norm, layer.attn_out_norm)
+            mixed = own.latent.attend(plan, kv, own.kv_layer, qkv, slots, angles, own.scores)
+            return own.output(mixed.flatten(1))
+        gate = qkv[:, : own.gate_size]
+        heads = qkv[:, own.gate_size :].contiguous().view(len(qkv), -1, spec.head_dim)
+        self._rope_to_cache(own, heads, angles, slots, kv)
+        query, key, value = torch.split(heads, [spec.num_heads, *[spec.num_kv_heads] * 2], dim=1)
+        mixed = attend(plan, kv, own.kv_layer, query, key, value, own.scores).flatten(1)
+        return own.output(mixed * gate.sigmoid() if own.gate_size else mixed)
 
     def _mlp(self, layer: DecoderLayer, stream: Stream) -> Stream:
         seen, mlp = self._sublayer_input(stream, layer.mlp_norm), layer.mlp
@@ -279,6 +299,8 @@ class DecoderModel:
         inner = self._activated(mlp.up.matrix.multiply_grouped(rows, routes.starts, mlp.up.bias))
         outputs = mlp.down.matrix.multiply_grouped(inner, routes.starts, mlp.down.bias)
         shared = None if mlp.shared is None else self._dense(mlp.shared, x)
+        if shared is not None and mlp.shared_gate is not None:
+            shared = shared * mlp.shared_gate(x).sigmoid()
         mixed: torch.Tensor = (by_kernel[1].apply if by_kernel[1] else combine)(outputs, routes, shared)
         return mixed
 
@@ -306,11 +328,10 @@ class DecoderModel:
         return x, delta, None if place == "input" else out_norm
 
     def _rope_to_cache(
-        self, layer: DecoderLayer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor,
-        kv: PagedKV, index: int,
-    ) -> None:  # fmt: skip
+        self, own: Attention, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor, kv: PagedKV
+    ) -> None:
         """Norm and rotate queries and keys, in place, and store keys and values."""
-        spec, norms = self.spec, (layer.q_norm, layer.k_norm)
+        spec, norms, index = self.spec, (own.q_norm, own.k_norm), own.kv_layer
         if self._kernels.rope_to_cache is not None:
             cos, sin = angles or (None, None)
             self._kernels.rope_to_cache.apply(
@@ -355,8 +376,8 @@ def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0
 
 
 def _layer(
-    spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind, ropes: Sequence[RopeSpec],
-    kernels: KernelSet,
+    spec: ModelSpec, weights: ModelWeights, index: int, kinds: Sequence[LayerKind],
+    ropes: Sequence[RopeSpec], kernels: KernelSet,
 ) -> DecoderLayer:  # fmt: skip
     def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
@@ -367,11 +388,31 @@ def _layer(
 
     is_mixture = spec.has_experts(index)
     mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down"))
-    scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
+    mixer: Attention | DeltaLayer
+    if spec.attends(index):
+        scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
+        kv_layer = sum(spec.attends(i) for i in range(index))
+        gate_size = spec.query_size if spec.output_gate else 0
+        mixer = Attention(
+            kinds[kv_layer], kv_layer, scores, linear("qkv"), gate_size, norm("q_norm"), norm("k_norm"),
+            linear("out"), -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
+        )  # fmt: skip
+    else:
+        mixer = _delta_layer(spec, weights, index, linear)
     return DecoderLayer(
-        kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
-        linear("out"), norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
-        -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
+        norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm")
+    )
+
+
+def _delta_layer(
+    spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear]
+) -> DeltaLayer:
+    delta, own, tensors = spec.recurrent, f"layers.{index}.delta.", weights.tensors
+    assert delta is not None
+    return DeltaLayer(
+        delta, spec.norm_eps, linear("delta.into"), linear("delta.gates"),
+        tensors[own + "conv"].squeeze(1).T.contiguous(), tensors[own + "decay"], tensors[own + "step_bias"],
+        tensors[own + "norm"], linear("delta.out"),
     )  # fmt: skip
 
 
@@ -395,8 +436,9 @@ def _mixture(spec: ModelSpec, weights: ModelWeights, index: int, linear: Callabl
         for stack in stacks
     )
     shared = Mlp(linear("up"), linear("down")) if experts.shared_width else None
+    gate = linear("shared_gate") if experts.shared_gate else None
     counts = torch.zeros(experts.count, dtype=torch.long, device=weights.tensors["final_norm.weight"].device)
-    return Mixture(linear("router"), correction, up, down, shared, counts)
+    return Mixture(linear("router"), correction, up, down, shared, gate, counts)
 
 
 def _scores(spec: ModelSpec, sinks: torch.Tensor | None) -> Scores | None:

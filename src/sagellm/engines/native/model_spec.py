@@ -11,6 +11,7 @@ from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.latent_spec import LatentSpec
+from sagellm.engines.native.recurrent_spec import DeltaSpec
 from sagellm.engines.native.rope import RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -52,6 +53,7 @@ class TensorNames:
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     shared_experts: str = "mlp.shared_experts"
+    recurrent: str = "linear_attn"
 
 
 NORM_PLACES = ("input", "residual", "output", "both")
@@ -111,6 +113,10 @@ class ModelSpec:
     names: TensorNames = TensorNames()
     latent: LatentSpec | None = None
     """Latent attention: the cache has one KV head of `latent.width` numbers."""
+    recurrent: DeltaSpec | None = None
+    """Layers with a recurrent state in the place of attention; they have no KV."""
+    output_gate: bool = False
+    """Attention's output is multiplied by the sigmoid of a gate, whose rows follow each head's query."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -141,6 +147,15 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer attends, and so has KV."""
+        return self.recurrent is None or not self.recurrent.layers[layer]
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that attend."""
+        return tuple(window for i, window in enumerate(self.windows) if self.attends(i))
 
     @property
     def rope(self) -> RopeSpec | None:

@@ -19,6 +19,7 @@ from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
+from sagellm.engines.native.recurrent.states import RecurrentRows, RecurrentSpan
 from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_seed
 
 
@@ -106,9 +107,12 @@ class BatchRows:
         kinds: Iterable[LayerKind],
         device: torch.device,
         scored: Sequence[ScoredPrompt] = (),
+        *,
+        recurrent: bool = False,
     ) -> StepInputs:
         """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; prefills
-        as planned. The positions of `scored` follow the sampled rows.
+        as planned. The positions of `scored` follow the sampled rows. `recurrent`: the model has recurrent
+        states.
         """
         proposed = self._proposed(plan)
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
@@ -143,7 +147,17 @@ class BatchRows:
             slots=[to_device(self._slots(own), device) for own in in_group],
             sampled=to_device(self._sampled(plan, order, spans, scored), device),
             attention={kind: planner.plan(*parts[kind[0]], kind[1]) for kind in set(kinds)},
+            recurrent=self._recurrent(spans, rows, len(order), device) if recurrent else None,
         )
+
+    @staticmethod
+    def _recurrent(
+        spans: Sequence[Span], rows: Sequence[int], num_decodes: int, device: torch.device
+    ) -> RecurrentRows:
+        decode = torch.tensor(rows[:num_decodes], dtype=torch.long)
+        prefill = zip(spans[num_decodes:], rows[num_decodes:], strict=True)
+        spans_of = [RecurrentSpan(span.first_row, span.num_tokens, row) for span, row in prefill]
+        return RecurrentRows(to_device(decode, device), spans_of)
 
     def _proposed(self, plan: ExecutionPlan) -> dict[int, tuple[int, ...]]:
         """The tokens of the plan's chains, by row."""

@@ -82,11 +82,13 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
     with experts `layers.I.{router,experts.up,experts.down}`, and up and down if a part is shared by tokens,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
-    Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
+    Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm. The
+    qkv of attention with an output gate begins with the gate. A recurrent layer has `delta.into`,
+    `delta.gates`, `delta.conv`, `delta.decay`, `delta.step_bias` and `delta.norm` in place of qkv.
     """
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
     return [
-        Parameter(name, pieces, is_multiplied=len(pieces[0].shape) > 1 and name not in looked_up)
+        Parameter(name, pieces, is_multiplied=len(pieces[0].shape) == 2 and name not in looked_up)
         for name, pieces in _named_pieces(spec)
     ]
 
@@ -129,17 +131,23 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     norm_dims = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (spec.query_size, spec.kv_size)
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
-    if spec.latent is not None:
+    if not spec.attends(index):
+        yield from _recurrent(spec, ours + "delta.", f"{theirs}{names.recurrent}.")
+    elif spec.latent is not None:
         yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
+    elif spec.output_gate:
+        yield from _gated_qkv(spec, ours + "qkv", qkv, order)
     else:
         yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias, turned=turned, order=order)
-    for part, dim in zip("qk" if spec.qk_norm else "", norm_dims, strict=False):
+    for part, dim in zip("qk" if spec.qk_norm and spec.attends(index) else "", norm_dims, strict=False):
         piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,), dim // spec.head_dim, order)
         yield f"{ours}{part}_norm.weight", (piece,)
     if spec.attention_sinks:
         yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
-    attn_out, down = [(theirs + names.attn_out, hidden)], [(theirs + names.down, hidden)]
-    yield from _linear(ours + "out", attn_out, spec.attention_size, bias=spec.out_bias)
+    down = [(theirs + names.down, hidden)]
+    if spec.attends(index):
+        attn_out = [(theirs + names.attn_out, hidden)]
+        yield from _linear(ours + "out", attn_out, spec.attention_size, bias=spec.out_bias)
     if names.attn_out_norm:
         yield from _norm(spec, ours + "attn_out_norm", theirs + names.attn_out_norm)
     if spec.norm_place != "output":
@@ -176,6 +184,9 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
         yield from _linear(ours + "up", up, spec.hidden_size, bias=spec.mlp_bias)
         down = [(module + names.expert_down, spec.hidden_size)]
         yield from _linear(ours + "down", down, shared, bias=spec.mlp_bias)
+    if experts.shared_gate:
+        gate = [(f"{theirs}{names.shared_experts}_gate", 1)]
+        yield from _linear(ours + "shared_gate", gate, spec.hidden_size)
 
 
 def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: str) -> Plan:
@@ -212,6 +223,48 @@ def _latent(spec: ModelSpec, latent: LatentSpec, ours: str, attn: str) -> Plan:
     yield from _linear(ours + "kv_up", [(attn + "kv_b_proj", kv_size)], latent.rank)
 
 
+def _gated_qkv(spec: ModelSpec, ours: str, qkv: Sequence[tuple[str, int]], order: Sequence[int]) -> Plan:
+    """Gates, queries, keys and values. In the checkpoint each head's gate follows its query."""
+    dims, (query, key, value) = order or range(spec.head_dim), qkv
+    firsts = [2 * spec.head_dim * head for head in range(spec.num_heads)]
+    rows = [first + spec.head_dim + i for first in firsts for i in range(spec.head_dim)]
+    rows += [first + i for first in firsts for i in dims]
+    for kind, inputs in (
+        (("weight", (spec.hidden_size,)), ("bias", ()))
+        if spec.qkv_bias
+        else (("weight", (spec.hidden_size,)),)
+    ):
+        yield (
+            f"{ours}.{kind}",
+            (
+                WeightPiece(f"{query[0]}.{kind}", (2 * spec.query_size, *inputs), 1, tuple(rows)),
+                WeightPiece(f"{key[0]}.{kind}", (key[1], *inputs), spec.num_kv_heads, tuple(order)),
+                WeightPiece(f"{value[0]}.{kind}", (value[1], *inputs)),
+            ),
+        )
+
+
+def _recurrent(spec: ModelSpec, ours: str, theirs: str) -> Plan:
+    delta, hidden = spec.recurrent, spec.hidden_size
+    assert delta is not None
+    into = [("in_proj_qkv", delta.conv_channels), ("in_proj_z", delta.value_size)]
+    gates = [("in_proj_b", delta.value_heads), ("in_proj_a", delta.value_heads)]
+    orders: tuple[tuple[int, ...], ...] = ((), ())
+    if delta.by_head:
+        into, gates = [("in_proj_qkvz", sum(n for _, n in into))], [("in_proj_ba", sum(n for _, n in gates))]
+        orders = delta.input_order(), delta.gate_order()
+    for name, rows, order in zip(("into", "gates"), (into, gates), orders, strict=True):
+        stored = [(theirs + stem, count) for stem, count in rows]
+        turned = (int(bool(order)),) * len(rows)
+        yield from _linear(ours + name, stored, hidden, turned=turned, order=order)
+    conv = WeightPiece(theirs + "conv1d.weight", (delta.conv_channels, 1, delta.conv_width))
+    yield ours + "conv", (conv,)
+    yield ours + "decay", (WeightPiece(theirs + "A_log", (delta.value_heads,)),)
+    yield ours + "step_bias", (WeightPiece(theirs + "dt_bias", (delta.value_heads,)),)
+    yield ours + "norm", (WeightPiece(theirs + "norm.weight", (delta.value_dim,)),)
+    yield from _linear(ours + "out", [(theirs + "out_proj", hidden)], delta.value_size)
+
+
 def _linear(
     ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False, turned: Sequence[int] = (),
     order: tuple[int, ...] = (),
@@ -237,7 +290,7 @@ def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.visual.")
 log = logging.getLogger("sagellm.weights")
 
 

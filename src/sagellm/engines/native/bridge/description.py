@@ -69,6 +69,12 @@ class BridgedSpec:
     plan: tuple[Parameter, ...]
     value_dim: None = None
     latent: None = None
+    recurrent: None = None
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that attend: of all."""
+        return self.windows
 
     @property
     def prompt_head_dims(self) -> int:

@@ -1,0 +1,1 @@
+"""Layers with a recurrent state of fixed size in place of KV."""
