@@ -331,6 +331,10 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 
 
+RECURRENT = {name for name in TINY_MODELS if name.startswith(("qwen3-next", "qwen3.5"))}
+"""Those with recurrent states."""
+
+
 def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """The model `name` in float32 eval mode. Every parameter is random, biases and norms too, and large
     enough for the logits to spread over several units.

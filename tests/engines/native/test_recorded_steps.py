@@ -24,7 +24,7 @@ from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.recorded_steps import DecodeInputs, buckets, cuda_capture
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
-from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
+from tests.tiny_models import RECURRENT, TINY_MODELS, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
     recorder = Recorder()
     with_graphs, without = generate(tmp_path, kernel, recorder), generate(tmp_path, kernel, None)
     has_experts = any(word in name for word in ("moe", "mixtral", "gpt-oss"))
-    assert recorder.replays == 0 if has_experts else recorder.replays > 10
+    assert recorder.replays == 0 if has_experts or name in RECURRENT else recorder.replays > 10
     for one, other in zip(with_graphs, without, strict=True):
         assert one.outputs == other.outputs
         for ours, theirs in zip(one.logits, other.logits, strict=True):

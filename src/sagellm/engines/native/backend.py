@@ -12,7 +12,7 @@ import torch
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
-from sagellm.core.errors import CapacityError
+from sagellm.core.errors import CapacityError, PlanError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult, accepted_length
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
@@ -60,6 +60,8 @@ FEATURES = frozenset(
 )
 
 
+NOT_RECURRENT = {"speculative_decoding"}
+"""What a model with recurrent states cannot do: states do not go back."""
 CaptureSource = Callable[[torch.device], Capture | None]
 
 
@@ -235,7 +237,7 @@ class NativeBackend:
             max_num_seqs=self._max_num_seqs,
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_page,
-            features=FEATURES,
+            features=FEATURES - (NOT_RECURRENT if self._kv.states else set()),
             sliding_window=max(windows) if all_windowed else None,
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
@@ -261,6 +263,8 @@ class NativeBackend:
                 return StepResult(plan.step)
             if states is None:
                 return self._compute(plan)
+            if plan.chains:
+                raise PlanError("a model with recurrent states computes no chains: its states do not go back")
             with states.moved_on((*plan.decode_rows, *(op.row for op in plan.prefills))):
                 return self._compute(plan)
 
