@@ -228,6 +228,25 @@ def test_a_proposed_token_outside_the_vocabulary_is_refused(token_ids: list[int]
     engine.kv.check()
 
 
+def test_the_error_of_a_proposer_is_raised_and_nothing_stays_bound() -> None:
+    class Broken(Scripted):
+        def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+            if request_id == "b":
+                raise RuntimeError("no idea")
+            return Proposal((1, 2, 3, 4))
+
+    proposer = Broken(())
+    engine = fake_engine(speculation=Speculation(proposer, 4))
+    for name in "ab":
+        engine.add(request(name, [3, ord(name) - 90], 9))
+    engine.step()
+    with pytest.raises(RuntimeError, match="no idea"):
+        engine.step()
+    check_books(engine)
+    engine.abort("b")
+    assert len(run_all(engine)["a"]) == 8
+
+
 class NotFinite(TokenMemoryBackend):
     """The logits of request b are no numbers at position 9."""
 

@@ -111,9 +111,6 @@ class Planner:
         while draft.num_scheduled:
             try:
                 self._kv.bind(binding)
-                if self._speculation is not None and not self._recovery.isolates:
-                    self._speculation.propose(binding, self._table.decodes, self._kv)
-                return None
             except CapacityError as error:
                 state, reason = self._table.states[error.request_id or ""], str(error)
                 admitted = [c.state for c in draft.admitted() if c.state.request_id not in binding.chunks]
@@ -123,6 +120,9 @@ class Planner:
                     short = short or error
                 for put_off in behind or [state]:
                     self._put_off(draft, put_off, reason)
+            else:
+                self._propose(binding)
+                return None
         must_leave = None if short is None else self._make_way(short)
         if must_leave is not None:
             draft.skipped_decodes.pop(must_leave.state.request_id, None)
@@ -202,6 +202,16 @@ class Planner:
         draft, running = binding.draft, self._table.running
         if len(draft.running) == len(running) and set(draft.running) == set(running):
             self._table.set_order(draft.running)
+
+    def _propose(self, binding: Binding) -> None:
+        """Let the proposer fill the proposals of a bound draft, unless a failure is being isolated."""
+        if self._speculation is None or self._recovery.isolates:
+            return
+        try:
+            self._speculation.propose(binding, self._table.decodes, self._kv)
+        except Exception:
+            self._kv.rollback(binding)
+            raise
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)

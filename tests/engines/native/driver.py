@@ -16,6 +16,7 @@ from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join, Prefi
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel, Mlp
+from sagellm.engines.native.sampler import ScoredPrompt
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -45,6 +46,13 @@ class RecordingBackend(NativeBackend):
             raise error
         self.last_logits = logits.clone()
         return logits
+
+    def _logits_and_scores(
+        self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        logits, found = super()._logits_and_scores(plan, scored)
+        self.last_logits = logits.clone()
+        return logits, found
 
 
 def native_model(backend: NativeBackend) -> DecoderModel:

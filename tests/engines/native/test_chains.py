@@ -257,3 +257,24 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
         found, num_accepted = texts("prompt_lookup", overlap)
         assert found == plain
         assert num_accepted > 20
+
+
+@pytest.mark.parametrize("proposed", [(), (9, 8, 7)])
+def test_a_prompt_is_scored_beside_a_chain(proposed: tuple[int, ...], tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3")
+    backend, prompt = made(tmp_path), [7, 30, 12, 5, 5, 90]
+    driver = Driver(backend)
+    driver.add(prompt, 3, SamplingParams(temperature=0.0, prompt_logprobs=1), name="scored")
+    alone = driver.step()
+    driver.run()
+    driver = Driver(backend, propose=lambda _: proposed)
+    driver.add([5, 6, 7], 9, name="chained")
+    driver.step()
+    scored = driver.add(prompt, 3, SamplingParams(temperature=0.0, prompt_logprobs=1), name="scored")
+    beside = driver.step()
+    [entries], found = alone.prompt_logprobs.values(), beside.prompt_logprobs[scored.row]
+    assert [entry.token_id for entry in found] == prompt[1:]
+    for entry, other in zip(found, entries, strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert beside.token_ids[-1] == alone.token_ids[0]
+    assert len(beside.num_accepted) == bool(proposed)
