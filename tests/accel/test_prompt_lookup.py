@@ -99,7 +99,7 @@ def test_it_is_built_by_name() -> None:
     assert made.num_tokens == 7
     with pytest.raises(ConfigError, match="min_ngram must be from 1"):
         build_speculation(SpeculativeConfig(method="prompt_lookup", method_options={"min_ngram": 9}), ABLE)
-    with pytest.raises(ConfigError, match=r"does not: set speculative\.method to none"):
+    with pytest.raises(ConfigError, match=r"do not go back\): set speculative\.method to none"):
         build_speculation(
             SpeculativeConfig(method="prompt_lookup"), CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8)
         )

@@ -179,7 +179,7 @@ def test_a_weight_format_gives_the_values(folder: Path) -> None:
         ("kv: {eviction: predictive, eviction_options: {predictor: {horizon_s: 1}}}", "give a name"),
         (
             "{engine: {backend: simulator}, speculative: {method: prompt_lookup}}",
-            "needs a backend that computes proposed tokens",
+            "needs a backend and a model that compute proposed tokens",
         ),
     ],
 )

@@ -295,14 +295,15 @@ def build_engine(
 def build_speculation(config: SpeculativeConfig, capability: CapabilityDescriptor) -> Speculation | None:
     """The configured proposer, or None for the method "none".
 
-    Raises `ConfigError` for a backend that computes no chains of proposed tokens.
+    Raises `ConfigError` for a backend or model that computes no chains of proposed tokens.
     """
     if config.method == "none":
         return None
     if "speculative_decoding" not in capability.features:
         raise ConfigError(
-            f"speculative.method {config.method!r} needs a backend that computes proposed tokens; the one on "
-            f"device {capability.device!r} does not: set speculative.method to none"
+            f"speculative.method {config.method!r} needs a backend and a model that compute proposed tokens; "
+            f"those on device {capability.device!r} do not (states of recurrent layers do not go back): set "
+            "speculative.method to none"
         )
     proposer = registry("proposer").create_from({**config.method_options, "name": config.method})
     return Speculation(proposer, config.num_tokens)

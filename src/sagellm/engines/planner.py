@@ -204,7 +204,7 @@ class Planner:
             self._table.set_order(draft.running)
 
     def _propose(self, binding: Binding) -> None:
-        """Let the proposer fill the proposals of a bound draft, unless a failure is being isolated."""
+        """Fill the proposals of a bound draft, unless a failure is being isolated."""
         if self._speculation is None or self._recovery.isolates:
             return
         try:

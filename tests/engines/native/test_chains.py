@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from sagellm.accel.fusion.cpu import cpu_kernels
-from sagellm.core.errors import PlanError
+from sagellm.core.config import Config
+from sagellm.core.errors import ConfigError, PlanError
 from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import SamplingParams
-from sagellm.engines.build import load
+from sagellm.engines.build import build_engine, load
 from sagellm.engines.native import attention, recorded_steps
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
 from tests.bridged_models import save_bridged
@@ -278,3 +279,11 @@ def test_a_prompt_is_scored_beside_a_chain(proposed: tuple[int, ...], tmp_path: 
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert beside.token_ids[-1] == alone.token_ids[0]
     assert len(beside.num_accepted) == bool(proposed)
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, min(RECURRENT))
+    settings = {"model": {"name": str(tmp_path)}, "kv": {"num_blocks": 32}, "scheduler": {"max_num_seqs": 2}}
+    config = Config.model_validate(settings | {"speculative": {"method": "prompt_lookup"}})
+    with pytest.raises(ConfigError, match="states of recurrent layers do not go back"):
+        build_engine(config)
