@@ -46,6 +46,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -93,12 +97,24 @@ _RECURRENT: dict[str, Any] = {
 }
 
 
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+_IMAGES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 16,
+}
+
+
 def _qwen3_next(**changes: Any) -> PreTrainedModel:
-    experts = {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 24,
-    }  # fmt: skip
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**(_SHAPE | _RECURRENT | experts | changes)))
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**(_SHAPE | _RECURRENT | _SHARED_EXPERT | changes)))
 
 
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
@@ -106,12 +122,19 @@ def _qwen3_5(**changes: Any) -> PreTrainedModel:
 
 
 def _qwen3_5_with_images() -> PreTrainedModel:
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128,
-        "num_position_embeddings": 16,
-    }  # fmt: skip
     return Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=_SHAPE | _RECURRENT, vision_config=vision)
+        Qwen3_5Config(text_config=_SHAPE | _RECURRENT, vision_config=_IMAGES)
+    )
+
+
+def _qwen3_5_moe(**changes: Any) -> dict[str, Any]:
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    return shape | _RECURRENT | _SHARED_EXPERT | changes
+
+
+def _qwen3_5_moe_with_images() -> PreTrainedModel:
+    return Qwen3_5MoeForConditionalGeneration(
+        Qwen3_5MoeConfig(text_config=_qwen3_5_moe(linear_conv_kernel_dim=2), vision_config=_IMAGES)
     )
 
 
@@ -300,6 +323,10 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         },
     ),
     "qwen3.5-text-part": _qwen3_5_with_images,
+    "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(
+        Qwen3_5MoeTextConfig(**_qwen3_5_moe(tie_word_embeddings=True))
+    ),
+    "qwen3.5-moe-text-part": _qwen3_5_moe_with_images,
     "phi3": _phi3,
     "phi3-longrope-partial": lambda: _phi3(
         rope_parameters=_longrope(8) | {"partial_rotary_factor": 0.5}, original_max_position_embeddings=4

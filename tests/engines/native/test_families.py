@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from sagellm.core.errors import ModelError, UnsupportedModelError
+from sagellm.core.errors import ModelError, UnsupportedModelError, WeightShapeError
+from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.weights import STACKED_UP
 from tests.tiny_models import save_tiny
 
 SHAPE: dict[str, Any] = {
@@ -109,6 +114,41 @@ def test_a_gemma_of_the_hub_gives_little_more_than_its_size() -> None:
     assert spec.names.root == "language_model.model."
 
 
+def test_a_qwen3_5_with_experts_of_the_hub_gives_little_more_than_its_size() -> None:
+    text = {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "vocab_size": 248_320}
+    spec = read_spec(
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "dtype": "bfloat16", "text_config": text}
+    )
+    assert spec.experts == ExpertSpec((True,) * 40, 256, 8, 512, shared_width=512, shared_gate=True)
+    assert (spec.num_kv_heads, spec.head_dim, len(spec.kv_windows)) == (2, 256, 10)
+    assert spec.names.root == "model.language_model."
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3.5-moe-text-part", "qwen3-moe-some-dense"])
+def test_experts_of_a_layer_in_one_tensor_are_those_of_many(name: str, tmp_path: Path) -> None:
+    for folder, by_expert in ((tmp_path / "one", False), (tmp_path / "many", True)):
+        save_tiny(folder, name, save_original_format=by_expert)
+    assert any(key.endswith(STACKED_UP) for key in Checkpoint(tmp_path / "one").entries)
+    assert not any(key.endswith(STACKED_UP) for key in Checkpoint(tmp_path / "many").entries)
+    one, many = (CheckedModel.of(tmp_path / folder, "cpu", None, None, None) for folder in ("one", "many"))
+    mine, theirs = (
+        found.loader("float32", "float32", KernelSet(), KernelSet()).weights(found.plan)
+        for found in (one, many)
+    )
+    assert mine.matrices.keys() == theirs.matrices.keys()
+    for key, matrix in theirs.matrices.items():
+        probe = torch.eye(matrix.shape[1])
+        assert torch.equal(mine.matrices[key].multiply(probe), matrix.multiply(probe)), key
+
+
+def test_stacked_experts_of_another_size_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3.5-moe", save_original_format=False)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": 9}), encoding="utf-8")
+    with pytest.raises(WeightShapeError, match=r"\[9, 96\], the checkpoint has \[8, 96\]"):
+        CheckedModel.of(tmp_path, "cpu", None, None, None)
+
+
 def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny(tmp_path, "gemma3-text-part")
     with caplog.at_level(logging.WARNING):
@@ -135,6 +175,8 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
         (of("Gemma2", hidden_activation="swiglu"), "swiglu.*gelu"),
         (of("Gemma3", use_bidirectional_attention=True), "does not generate text"),
         (of("Gemma3", sliding_window_pattern=2, rope_scaling={"type": "spiral"}), "spiral.*linear"),
+        (of("Qwen3_5Moe", num_experts=2, num_experts_per_tok=3), "3 of 2 experts per token"),
+        (of("Qwen3_5Moe", moe_intermediate_size=0), "width must be positive, got 0"),
         (of("Gemma4"), "Gemma4ForCausalLM.*Gemma3ForCausalLM"),
     ],
 )

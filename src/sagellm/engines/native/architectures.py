@@ -83,4 +83,6 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Qwen3NextForCausalLM": recurrent.qwen3_next,
     "Qwen3_5ForCausalLM": recurrent.qwen3_5,
     "Qwen3_5ForConditionalGeneration": recurrent.qwen3_5_text_part,
+    "Qwen3_5MoeForCausalLM": recurrent.qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": recurrent.qwen3_5_moe_text_part,
 }

@@ -24,9 +24,10 @@ class ExpertSpec:
     is the sum of its `group_best` best (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They
     are multiplied by `scale`. One more MLP, of `shared_width`, computes all tokens; 0 for none. With
     `shared_gate` its output is multiplied by the sigmoid of one number per token.
-    With `is_stacked` (gpt-oss) a tensor of the checkpoint has all experts of a layer; with `has_bias` router
-    and experts have biases. `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha`
-    times itself, and by the clamped up plus 1.
+    `stacked`: a tensor of the checkpoint has all experts of a layer, whose outputs are its "rows", or its
+    "columns", where gate and up alternate (gpt-oss). With `has_bias` router and experts have biases.
+    `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha` times itself, and by the
+    clamped up plus 1.
     """
 
     layers: tuple[bool, ...]
@@ -42,7 +43,7 @@ class ExpertSpec:
     group_best: int = 1
     shared_width: int = 0
     shared_gate: bool = False
-    is_stacked: bool = False
+    stacked: str = ""
     has_bias: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702

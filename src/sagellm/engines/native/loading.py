@@ -46,6 +46,7 @@ from sagellm.engines.native.weights import (
     EMBEDDING,
     Parameter,
     WeightPiece,
+    as_stored,
     check,
     is_quantized,
     num_parameters,
@@ -108,6 +109,7 @@ class CheckedModel:
         checkpoint = Checkpoint(folder)
         if not isinstance(spec, ModelSpec):
             return cls(folder, spec, quantization, where, length, spec.plan, checkpoint)
+        spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
         check(plan, checkpoint, quantization.stored)
         return cls(folder, spec, quantization, where, length, plan, checkpoint)

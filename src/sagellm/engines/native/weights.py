@@ -23,6 +23,8 @@ from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.model_spec import ModelSpec
 
 EMBEDDING = "embed.weight"
+STACKED_UP = "gate_up_proj"
+"""The tensor of all experts' gates and ups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,20 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
         Parameter(name, pieces, is_multiplied=len(pieces[0].shape) == 2 and name not in looked_up)
         for name, pieces in _named_pieces(spec)
     ]
+
+
+def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """`spec`, with its experts stacked where the checkpoint has them so.
+
+    A layer's experts lie in a tensor each, or all in one.
+    """
+    experts = spec.experts
+    if experts is None or experts.stacked:
+        return spec
+    module = f"{spec.names.root}layers.{experts.layers.index(True)}.{spec.names.experts}"
+    if f"{module}.{STACKED_UP}" not in checkpoint:
+        return spec
+    return replace(spec, experts=replace(experts, stacked="rows"))
 
 
 def num_parameters(plan: Iterable[Parameter]) -> int:
@@ -167,14 +183,14 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     shared = experts.shared_width
     router = [(theirs + names.router, experts.count)]
     yield from _linear(ours + "router", router, spec.hidden_size, bias=experts.has_bias)
-    if experts.is_stacked:
+    if experts.stacked:
         yield from _stacked_experts(spec, experts, ours, theirs + names.experts)
-        return
-    modules = [f"{theirs}{names.experts}.{number}." for number in range(experts.count)]
-    up = [(module + name, experts.width) for module in modules for name in names.expert_up]
-    yield from _linear(ours + "experts.up", up, spec.hidden_size)
-    down = [(module + names.expert_down, spec.hidden_size) for module in modules]
-    yield from _linear(ours + "experts.down", down, experts.width)
+    else:
+        modules = [f"{theirs}{names.experts}.{number}." for number in range(experts.count)]
+        up = [(module + name, experts.width) for module in modules for name in names.expert_up]
+        yield from _linear(ours + "experts.up", up, spec.hidden_size)
+        down = [(module + names.expert_down, spec.hidden_size) for module in modules]
+        yield from _linear(ours + "experts.down", down, experts.width)
     if experts.is_corrected:
         bias = WeightPiece(f"{theirs}{names.router}.e_score_correction_bias", (experts.count,))
         yield ours + "router.correction", (bias,)
@@ -190,11 +206,13 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 
 
 def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: str) -> Plan:
-    sizes = {"up": ("gate_up_proj", 2 * experts.width, spec.hidden_size)}
+    sizes = {"up": (STACKED_UP, 2 * experts.width, spec.hidden_size)}
     sizes["down"] = ("down_proj", spec.hidden_size, experts.width)
+    by_column = experts.stacked == "columns"
     for ending, (name, outputs, inputs) in sizes.items():
         mine, stored, count = f"{ours}experts.{ending}", f"{module}.{name}", experts.count
-        parts = [StackedPart(i, count, is_transposed=True, alternates=ending == "up") for i in range(count)]
+        alternates = by_column and ending == "up"
+        parts = [StackedPart(i, count, by_column, alternates) for i in range(count)]
         yield mine + ".weight", tuple(WeightPiece(stored, (outputs, inputs), part=part) for part in parts)
         if experts.has_bias:
             parts = [replace(part, is_transposed=False) for part in parts]

@@ -19,7 +19,12 @@ _TEXT_PART_NAMES = replace(_NAMES, root="model.language_model.")
 
 def qwen3_next(name: str, config: Config) -> ModelSpec:
     """Qwen3-Next (2025): gated delta rule, each fourth layer gated attention, experts."""
-    return _hybrid(name, config, by_head=True, experts=_experts(config, shared=512, count=512, chosen=10))
+    layers, step = number(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    renormalize = bool(config.get("norm_topk_prob", True))
+    experts = _experts(config, sparse, count=512, chosen=10, renormalize=renormalize)
+    return _hybrid(name, config, by_head=True, experts=experts if any(sparse) else None)
 
 
 def qwen3_5(name: str, config: Config, **wiring: Any) -> ModelSpec:
@@ -30,6 +35,18 @@ def qwen3_5(name: str, config: Config, **wiring: Any) -> ModelSpec:
 def qwen3_5_text_part(name: str, config: Config) -> ModelSpec:
     """The text part of a Qwen3.5 that takes images too."""
     return qwen3_5(name, _text_of(config), names=_TEXT_PART_NAMES)
+
+
+def qwen3_5_moe(name: str, config: Config, **wiring: Any) -> ModelSpec:
+    """The text model of Qwen3.5 (2026), with experts in all layers."""
+    experts = _experts(config, (True,) * number(config, "num_hidden_layers"), count=256, chosen=8)
+    given = {"num_key_value_heads": 2, "intermediate_size": experts.width, **config}
+    return _hybrid(name, given, by_head=False, experts=experts, **wiring)
+
+
+def qwen3_5_moe_text_part(name: str, config: Config) -> ModelSpec:
+    """The text part of a Qwen3.5 with experts that takes images too."""
+    return qwen3_5_moe(name, _text_of(config), names=_TEXT_PART_NAMES)
 
 
 def _text_of(config: Config) -> Config:
@@ -73,18 +90,15 @@ def _hybrid(name: str, config: Config, *, by_head: bool, **wiring: Any) -> Model
     )  # fmt: skip
 
 
-def _experts(config: Config, *, shared: int, count: int, chosen: int) -> ExpertSpec | None:
-    layers, step = number(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    if not any(sparse):
-        return None
+def _experts(
+    config: Config, layers: tuple[bool, ...], *, count: int, chosen: int, renormalize: bool = True
+) -> ExpertSpec:
     return ExpertSpec(
-        sparse,
+        layers,
         config.get("num_experts", count),
         config.get("num_experts_per_tok", chosen),
         config.get("moe_intermediate_size", 512),
-        renormalize=bool(config.get("norm_topk_prob", True)),
-        shared_width=config.get("shared_expert_intermediate_size", shared),
+        renormalize=renormalize,
+        shared_width=config.get("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
