@@ -239,3 +239,24 @@ def test_what_max_model_len_allows_is_served_with_and_without_a_hit(num_pages: i
             serve(engine, "before", range(cached))
         longest = range(engine.max_model_len - 1)
         assert serve(engine, "longest", longest)[1] == expected_tokens(backend, longest, 1)
+
+
+@pytest.mark.parametrize("group", [None, "g"])
+def test_a_request_whose_last_block_others_copy_frees_what_its_windows_have_passed(group: str | None) -> None:
+    """All but the copied block: it fits where a request of no group does, and that block is still copied."""
+    engine = engine_with((None, *[8] * 5), num_blocks=13, max_model_len=200, max_batched_tokens=16)
+    engine.add(request("donor", range(30), 80, group=group))
+    answers: dict[str, list[int]] = {}
+    for step in range(110):
+        if step == 70:
+            engine.add(request("late", [*range(30), 5], 3, group=group))
+        for output in engine.step():
+            assert output.error is None, output.error
+            answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.request_id == "late" and group is not None:
+                assert output.num_cached_tokens == 30
+        check_books(engine)
+    assert not engine.has_work()
+    assert answers["donor"] == expected_tokens(backend_of(engine), range(30), 80)
+    assert answers["late"] == expected_tokens(backend_of(engine), [*range(30), 5], 3)
+    assert engine.stats().num_preemptions == 0

@@ -45,12 +45,14 @@ class SlidingWindows:
     def num_behind(self, blocks: RequestBlocks) -> int:
         """Own blocks of a request that can be freed.
 
-        None of a request whose last block others of its group copy: a hit may count on its blocks.
+        A hit may count on the block that others of its group copy. In a single KV group, that block holds
+        all behind it.
         """
-        if blocks in self._tails:
+        is_donor, groups = blocks in self._tails, self._groups
+        if groups is not None:
+            return groups.num_passed_of(blocks) - (groups.num_passed_of_tail(blocks) if is_donor else 0)
+        if self.width is None or is_donor:
             return 0
-        if self.width is None:
-            return 0 if self._groups is None else self._groups.num_passed_of(blocks)
         behind = (blocks.state.num_computed - self.width + 1) // self._pool.block_size
         return max(0, min(behind - blocks.num_shared, len(blocks.own.block_ids)))
 
@@ -59,7 +61,7 @@ class SlidingWindows:
             return sum(map(self.num_behind, self._tables))
         if self._groups is None:
             return 0
-        return self._groups.num_passed - sum(map(self._groups.num_passed_of, self._tails.donors()))
+        return self._groups.num_passed - sum(map(self._groups.num_passed_of_tail, self._tails.donors()))
 
     def behind_by_account(self) -> Iterator[tuple[Account, int]]:
         """The same for each request, with the account that pays for its blocks."""
@@ -71,11 +73,8 @@ class SlidingWindows:
 
         A request that loses blocks of the only group leaves nothing in the index.
         """
-        groups = self._groups
-        if groups is not None:
-            for blocks in self._tables:
-                if self._pool.num_free < num_blocks and blocks not in self._tails:
-                    groups.free_passed(blocks)
+        if self._groups is not None:
+            self._groups.free_passed(num_blocks, self._tails.donors())
             return
         for blocks in self._tables if self.width is not None else ():
             if (quota is None or quota.headroom(account) >= num_blocks) and self._pool.num_free >= num_blocks:
@@ -144,7 +143,7 @@ class BlockAllocator:
         if groups is None:
             return taken
         groups.append(blocks, num_blocks)
-        return blocks.table()[-wanted:]
+        return blocks.table(len(blocks.block_ids) - num_blocks)
 
     def take_last(self, blocks: RequestBlocks, num_blocks: int) -> None:
         """Undo `append_blocks`."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.blocks import NO_PAGE, cdiv
@@ -230,6 +230,7 @@ class PageGroups:
         self.rules = [WindowPages(window, count, pool.block_size) for window, count in counts.items()]
         self.per_block = len(groups)
         self.num_passed = 0
+        self._with_passed: dict[RequestBlocks, None] = {}
         self._chunk_blocks = cdiv(max_chunk, pool.block_size) + 1
 
     # -- prefix hits
@@ -296,7 +297,7 @@ class PageGroups:
                 first = rule.first_needed(blocks.state.num_computed)
                 if first > pages.needed_from:
                     rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
-                    self._move(rule, pages, needed_from=first)
+                    self._move(blocks, rule, pages, needed_from=first)
 
     def registered(self, blocks: RequestBlocks, num_before: int, num_existing: int) -> None:
         """A request's prefix of `num_shared` blocks is in the index; attach its pages there.
@@ -306,11 +307,11 @@ class PageGroups:
         """
         leads = blocks.block_ids[: blocks.num_shared]
         for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            each, first = rule.num_groups, pages.first_own
-            stop = max(len(leads), first)
-            ids = self._pool.hand_over(pages.own, 0, (stop - first) * each, INDEX_OWNER)
+            each, stop = rule.num_groups, max(len(leads), pages.first_own)
+            positions = pages.own_blocks(stop)
+            ids = self._pool.hand_over(pages.own, 0, len(positions) * each, INDEX_OWNER)
             duplicates = array("i")
-            for k, position in enumerate(range(first, stop)):
+            for k, position in enumerate(positions):
                 mine, theirs = ids[k * each : (k + 1) * each], rule.attached.get(leads[position])
                 if theirs is None:
                     rule.attach(leads[position], mine)
@@ -320,7 +321,7 @@ class PageGroups:
                     table[position] = page
             if duplicates:
                 self._pool.take_back(INDEX_OWNER, duplicates)
-            self._move(rule, pages, first_own=stop)
+            self._move(blocks, rule, pages, first_own=stop)
             rule.need(leads[max(pages.needed_from, num_before) :])
             if 0 < num_existing < len(leads):  # another request went another way from there
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
@@ -332,6 +333,7 @@ class PageGroups:
             rule.pass_by(blocks.block_ids[pages.needed_from : blocks.num_shared])
             self._pool.free(pages.own)
             self.num_passed -= rule.num_groups * pages.num_passed
+        self._with_passed.pop(blocks, None)
         blocks.pages.clear()
 
     # -- memory
@@ -346,6 +348,14 @@ class PageGroups:
         """Own pages of a request that its windows have passed."""
         return sum(
             rule.num_groups * pages.num_passed for rule, pages in zip(self.rules, blocks.pages, strict=True)
+        )
+
+    def num_passed_of_tail(self, blocks: RequestBlocks) -> int:
+        """Those of the block behind its indexed prefix, which others of its group copy."""
+        return sum(
+            rule.num_groups
+            for rule, pages in zip(self.rules, blocks.pages, strict=True)
+            if pages.first_passed == blocks.num_shared
         )
 
     def pages_of(self, num_blocks: int) -> int:
@@ -368,10 +378,13 @@ class PageGroups:
         return pages
 
     def pages_freed(self, blocks: RequestBlocks, num_leads: int) -> int:
-        """Pages that preempting a request makes evictable; `num_leads` leading blocks it holds alone."""
+        """Pages that a request has for itself, passed ones included.
+
+        It holds `num_leads` leading blocks of the index alone.
+        """
         freed = 0
         for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            freed += len(pages.own.block_ids) - rule.num_groups * pages.num_passed
+            freed += len(pages.own.block_ids)
             window = blocks.block_ids[pages.needed_from : blocks.num_shared]
             alone = num_leads if rule.window is None else sum(rule.is_needed_once(lead) for lead in window)
             freed += rule.num_groups * alone
@@ -389,15 +402,29 @@ class PageGroups:
             low, high = (middle, high) if self.pages_of(middle) <= num_pages else (low, middle - 1)
         return low
 
-    def free_passed(self, blocks: RequestBlocks) -> None:
-        """Free the own pages of a request that its windows have passed."""
-        for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            count = pages.num_passed
-            if count:
-                free_leading(self._pool, pages.own, count * rule.num_groups, BEHIND_WINDOW)
-                for table in pages.tables:
-                    table[pages.first_own : pages.first_own + count] = array("i", [NO_PAGE]) * count
-                self._move(rule, pages, first_own=pages.first_own + count)
+    def free_passed(self, num_free: int, donors: Collection[RequestBlocks]) -> None:
+        """Free own pages that windows have passed, until so many are free.
+
+        Of `donors` the block that others of their group copy stays (`RequestPages.tail`).
+        """
+        for blocks in list(self._with_passed):
+            if self._pool.num_free >= num_free:
+                return
+            for rule, pages in zip(self.rules, blocks.pages, strict=True):
+                keeps_tail = blocks in donors and pages.first_passed == blocks.num_shared
+                self._free_passed(blocks, rule, pages, num_kept=int(keeps_tail))
+
+    def _free_passed(
+        self, blocks: RequestBlocks, rule: WindowPages, pages: RequestPages, num_kept: int
+    ) -> None:
+        passed, each = pages.own_blocks(pages.needed_from), rule.num_groups
+        gone = passed[num_kept:]
+        free_leading(self._pool, pages.own, len(gone) * each, BEHIND_WINDOW, keep=num_kept * each)
+        for table in pages.tables if gone else ():
+            for position in gone:
+                table[position] = NO_PAGE
+        tail = passed[0] if num_kept else None
+        self._move(blocks, rule, pages, first_own=max(pages.first_own, pages.needed_from), tail=tail)
 
     def shed(self, num_pages: int, *, kept: bool = False) -> BlockIds:
         """Take at least so many attached pages out of the index, behind or `kept`."""
@@ -428,7 +455,10 @@ class PageGroups:
     def check(self, index: PrefixReuseIndex, held: Sequence[PrefixHit]) -> None:
         """Raise `BookkeepingError` where tables, pages and index disagree; `held` are held besides."""
         indexed = set(index.all_block_ids())
-        if self.num_passed != sum(map(self.num_passed_of, self._tables)):
+        passed = {blocks: self.num_passed_of(blocks) for blocks in self._tables}
+        if self.num_passed != sum(passed.values()) or self._with_passed.keys() != set(
+            filter(passed.get, passed)
+        ):
             raise BookkeepingError(f"{self.num_passed} own pages are counted as passed by windows")
         for number, rule in enumerate(self.rules):
             needed: Counter[int] = Counter()
@@ -442,16 +472,23 @@ class PageGroups:
 
     def _move(
         self,
+        blocks: RequestBlocks,
         rule: WindowPages,
         pages: RequestPages,
         needed_from: int | None = None,
         first_own: int | None = None,
+        tail: int | None = None,
     ) -> None:
-        """Change where a request's needed or own pages begin."""
+        """Change where a request's needed or own pages begin. With `first_own`, its `tail` changes, too."""
         self.num_passed -= rule.num_groups * pages.num_passed
         pages.needed_from = pages.needed_from if needed_from is None else needed_from
-        pages.first_own = pages.first_own if first_own is None else first_own
+        if first_own is not None:
+            pages.first_own, pages.tail = first_own, tail
         self.num_passed += rule.num_groups * pages.num_passed
+        if any(pages.num_passed for pages in blocks.pages):
+            self._with_passed[blocks] = None
+        else:
+            self._with_passed.pop(blocks, None)
 
     def _most_blocks(self, rule: WindowPages, num_blocks: int) -> int:
         most = num_blocks if rule.window is None else rule.window_blocks + self._chunk_blocks

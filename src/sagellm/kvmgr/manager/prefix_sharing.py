@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sagellm.core.blocks import Tier
+from sagellm.core.blocks import NO_PAGE, Tier
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
@@ -234,7 +234,7 @@ class SharedTails:
         if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
             return hit
         start = hit.num_tokens
-        freed = (donor.is_windowed or donor.pages) and hit.num_blocks < donor.num_shared
+        freed = donor.is_windowed and hit.num_blocks < donor.num_shared
         if freed or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
             return hit
         stop = min(start + self._block_size, limit, donor.state.num_computed)
@@ -243,7 +243,22 @@ class SharedTails:
         if not shared:
             return hit
         tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
+        if not self.can_copy(tail):
+            return hit
         return dataclasses.replace(hit, num_tokens=start + shared, tail=tail)
+
+    def can_copy(self, tail: SharedTail) -> bool:
+        """Whether the request still runs, and its windows keep this block for its group."""
+        if tail.request_id not in self._tables:
+            return False
+        donor = self._tables[tail.request_id]
+        if not donor.pages:
+            return True
+        return (
+            donor in self
+            and tail.position == donor.num_shared
+            and NO_PAGE not in donor.blocks_at(tail.position)
+        )
 
     def copies_of(self, tail: SharedTail, request_id: str) -> list[BlockCopy]:
         """The copies of the shared block to the same index of the request's tables."""

@@ -79,8 +79,8 @@ class Quotes:
         return self._index.lookup(tokens, namespace, servable * self.block_size)
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether the running request whose last block the hit would copy is still running."""
-        return hit.tail is None or hit.tail.request_id in self._tables
+        """Whether the running request whose block the hit would copy has it."""
+        return hit.tail is None or self._tails.can_copy(hit.tail)
 
     # -- blocks
 
@@ -119,7 +119,8 @@ class Quotes:
         if self._pages is None:
             return lost
         alone = self._index.num_held_alone(blocks.hit)
-        return (lost + self._pages.pages_freed(blocks, alone)) // self._per_block
+        pages = self._pages.pages_freed(blocks, alone) - self._windows.num_behind(blocks)
+        return (lost + pages) // self._per_block
 
     def first_lost_block(self, state: RequestState) -> int:
         """The first block of its table that preempting the request makes available to others."""

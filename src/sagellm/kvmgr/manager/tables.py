@@ -23,6 +23,9 @@ class RequestPages:
     `tables`: a block table for each group. `own` has, in order of position and then of group, the pages from
     block `first_own` on; those before it are attached to the index, or gone. The request needs what is
     attached from block `needed_from` on. `end`: the leading block of the last end on its path.
+
+    `tail`: a block before `first_own` whose pages are its own, too, and the first of them: the window has
+    passed it, but the request's group copies it.
     """
 
     own: Allocation
@@ -30,11 +33,24 @@ class RequestPages:
     first_own: int
     needed_from: int
     end: int | None
+    tail: int | None = None
 
     @property
     def num_passed(self) -> int:
         """Leading blocks of `own` that the window has passed."""
-        return max(0, self.needed_from - self.first_own)
+        return max(0, self.needed_from - self.first_own) + (self.tail is not None)
+
+    @property
+    def first_passed(self) -> int | None:
+        """The first own block that the window has passed."""
+        if self.tail is None and self.needed_from > self.first_own:
+            return self.first_own
+        return self.tail
+
+    def own_blocks(self, stop: int) -> list[int]:
+        """Positions before `stop` that have own pages, in their order."""
+        first = [] if self.tail is None else [self.tail]
+        return [*first, *range(self.first_own, stop)]
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """After a compaction: block `source` of any table is now block `target`."""
@@ -47,7 +63,7 @@ class RequestPages:
         for number, table in enumerate(self.tables):
             if len(table) != len(blocks.block_ids):
                 raise BookkeepingError(f"{name}: tables of {len(table)} and {len(blocks.block_ids)} blocks")
-            if table[self.first_own :] != own[number::num_groups]:
+            if [table[i] for i in self.own_blocks(len(table))] != own[number::num_groups].tolist():
                 raise BookkeepingError(f"{name}: the table of a group and its own pages differ")
             for position in range(self.needed_from, min(self.first_own, blocks.num_shared)):
                 if attached[blocks.block_ids[position]][number] != table[position]:
@@ -88,14 +104,14 @@ class RequestBlocks:
         """The block of each group at this index of its table."""
         return [self.block_ids[position], *(t[position] for pages in self.pages for t in pages.tables)]
 
-    def table(self) -> BlockIds:
-        """The blocks of all groups, position by position."""
+    def table(self, first: int = 0) -> BlockIds:
+        """The blocks of all groups, position by position, from position `first` on."""
         if not self.pages:
-            return self.block_ids
+            return self.block_ids[first:] if first else self.block_ids
         tables = [self.block_ids, *(table for pages in self.pages for table in pages.tables)]
-        mixed = array("i", bytes(4 * len(tables) * len(self.block_ids)))
+        mixed = array("i", bytes(4 * len(tables) * (len(self.block_ids) - first)))
         for number, table in enumerate(tables):
-            mixed[number :: len(tables)] = table
+            mixed[number :: len(tables)] = table[first:]
         return mixed
 
     def check(self, indexed: BlockIds) -> None:
@@ -213,9 +229,8 @@ class BlockTables:
         for blocks in self._unsent.values():
             state, first = blocks.state, blocks.unsent_from
             if first is not None and state.decoding and binding.draft.computes(state):
-                first *= blocks.num_groups
-                delta = BlockTableDelta(state.row, first, tuple(blocks.table()[first:]))
-                binding.table_deltas.append(delta)
+                new = tuple(blocks.table(first))
+                binding.table_deltas.append(BlockTableDelta(state.row, first * blocks.num_groups, new))
 
     def check(self, index: PrefixReuseIndex) -> None:
         """Raise `BookkeepingError` unless each table is what the index and the pool say."""
@@ -226,16 +241,16 @@ class BlockTables:
             raise BookkeepingError(f"{len(self._by_id)} requests run, tables of {len(known)} are kept")
 
 
-def free_leading(pool: KVPool, own: Allocation, num_blocks: int, reason: str) -> None:
-    """Free the first blocks of an allocation, or raise an error and change nothing.
+def free_leading(pool: KVPool, own: Allocation, num_blocks: int, reason: str, *, keep: int = 0) -> None:
+    """Free the first blocks of an allocation behind `keep` others.
 
-    `reason` is their holder for as long as that takes.
+    If it raises an error, nothing has changed. `reason` is their holder for as long as that takes.
     """
     if not num_blocks:
         return
-    block_ids = pool.hand_over(own, 0, num_blocks, reason)
+    block_ids = pool.hand_over(own, keep, keep + num_blocks, reason)
     try:
         pool.take_back(reason, block_ids, own.account)
     except Exception:
-        pool.hand_back(reason, block_ids, own, 0)
+        pool.hand_back(reason, block_ids, own, keep)
         raise
