@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.errors import CapacityError, PlanError, UnsupportedModelError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill
 from sagellm.core.types import Request, SamplingParams, Tokens
@@ -16,7 +17,7 @@ from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.native.architectures import read_spec
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.recurrent.delta_rule import CHUNK, DeltaInputs, chunks, sequence, unit
-from tests.engines.native.driver import GREEDY, Driver, RecordingBackend
+from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.tiny_models import save_tiny
 
 
@@ -59,6 +60,23 @@ def test_strong_decay_stays_finite() -> None:
     expected, last = sequence(given_inputs, torch.ones(2, 4, 4, dtype=torch.float64))
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_the_kernels_give_the_tokens_of_torch(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    found: list[list[Running]] = []
+    for kernels in (None, cpu_kernels):
+        backend = RecordingBackend(
+            tmp_path, num_blocks=64, block_size=4, max_num_seqs=4, threads=2, kernels=kernels
+        )
+        driver = Driver(backend)
+        found.append([driver.add(range(3, end), 12) for end in (5, 30, 90)])
+        driver.run()
+        backend.close()
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.outputs == theirs.outputs
+        torch.testing.assert_close(torch.stack(mine.logits), torch.stack(theirs.logits), atol=1e-3, rtol=1e-3)
 
 
 def test_rows_of_a_failed_step_must_join_anew(tmp_path: Path) -> None:

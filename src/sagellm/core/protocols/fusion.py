@@ -203,6 +203,11 @@ class KernelSet:
     weighted sum [T, n] of expert outputs [rows, n] by `Routes`, and of [T, n] that is added, or None.
     `grouped`: `Matrix.multiply_grouped` of x, a plain tensor of the stack, starts and bias.
 
+    `delta_step`: one token of each of T sequences by the gated delta rule, [T, heads x value dim], of the
+    input projections [T, channels + heads x value dim] and [T, 2 heads], int64 [T] the state of each, tails
+    of the convolution [n, width - 1, channels] and states float32 [n, heads, key dim, value dim], both moved
+    on in place, and weights: [width, channels], decay and step bias float32 [heads], norm [value dim], eps.
+
     `record` captures work that is done by these kernels alone.
     """
 
@@ -217,6 +222,7 @@ class KernelSet:
     route: FusedKernel | None = None
     combine: FusedKernel | None = None
     grouped: FusedKernel | None = None
+    delta_step: FusedKernel | None = None
     record: Capture | None = None
 
 

@@ -24,6 +24,7 @@ from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
 from sagellm.engines.native.recurrent.states import RecurrentRows
+from sagellm.engines.native.recurrent_spec import DeltaSpec
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -398,21 +399,21 @@ def _layer(
             linear("out"), -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
         )  # fmt: skip
     else:
-        mixer = _delta_layer(spec, weights, index, linear)
+        mixer = _delta_layer(spec, weights, index, linear, kernels)
     return DecoderLayer(
         norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm")
     )
 
 
 def _delta_layer(
-    spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear]
+    spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear], kernels: KernelSet
 ) -> DeltaLayer:
     delta, own, tensors = spec.recurrent, f"layers.{index}.delta.", weights.tensors
     assert delta is not None
     return DeltaLayer(
         delta, spec.norm_eps, linear("delta.into"), linear("delta.gates"),
         tensors[own + "conv"].squeeze(1).T.contiguous(), tensors[own + "decay"], tensors[own + "step_bias"],
-        tensors[own + "norm"], linear("delta.out"),
+        tensors[own + "norm"], linear("delta.out"), kernels.delta_step,
     )  # fmt: skip
 
 
@@ -473,6 +474,8 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in _TANH_GELU
     if spec.experts is not None:
         kernels = _for_experts(kernels, spec.experts, x)
+    if spec.recurrent is not None:
+        kernels = _for_delta(kernels, spec.recurrent, x)
     return replace(
         kernels,
         add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
@@ -480,6 +483,22 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
         silu_and_mul=_usable(kernels.silu_and_mul, wide) if spec.gated_mlp and by_silu else None,
         gelu_and_mul=_usable(kernels.gelu_and_mul, wide) if spec.gated_mlp and by_gelu else None,
     )
+
+
+def _for_delta(kernels: KernelSet, delta: DeltaSpec, x: torch.Tensor) -> KernelSet:
+    """`kernels` without that of the gated delta rule where it cannot serve these layers."""
+    channels, heads, wide = (
+        delta.conv_channels,
+        delta.value_heads,
+        torch.promote_types(x.dtype, torch.float32),
+    )
+    rates, states = (x.new_ones(shape, dtype=wide) for shape in (heads, (1, *delta.state_shape)))
+    inputs = (
+        x.new_ones(1, channels + delta.value_size), x.new_ones(1, 2 * heads),
+        torch.zeros(1, dtype=torch.long, device=x.device), x.new_ones(1, delta.conv_width - 1, channels),
+        states, x.new_ones(delta.conv_width, channels), rates, rates, x.new_ones(delta.value_dim), 1e-6,
+    )  # fmt: skip
+    return replace(kernels, delta_step=_usable(kernels.delta_step, *inputs))
 
 
 def _for_experts(kernels: KernelSet, experts: ExpertSpec, x: torch.Tensor) -> KernelSet:

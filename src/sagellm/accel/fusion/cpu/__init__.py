@@ -9,6 +9,7 @@ from functools import partial
 
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention
 from sagellm.accel.fusion.cpu.calls import Caller
+from sagellm.accel.fusion.cpu.delta import CpuDeltaStep
 from sagellm.accel.fusion.cpu.experts import CpuCombineExperts, CpuRouteToExperts
 from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
 from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
@@ -17,7 +18,7 @@ from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
-SOURCES = ("linear", "attention", "glue", "quantized", "experts")
+SOURCES = ("linear", "attention", "glue", "quantized", "experts", "delta")
 log = logging.getLogger("sagellm.kernels")
 
 __all__ = ["CpuLinear", "CpuPagedAttention", "CpuQuantizedLinear", "cpu_kernels"]
@@ -34,7 +35,8 @@ def cpu_kernels(threads: int) -> KernelSet:
         with ThreadPoolExecutor() as pool:
             paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
         linear = loaded(paths[0])
-        attention, glue, quantized, experts = (loaded(path, threads_of=paths[0]) for path in paths[1:])
+        others = (loaded(path, threads_of=paths[0]) for path in paths[1:])
+        attention, glue, quantized, experts, delta = others
         caller = Caller(threads)
         kernels = KernelSet(
             CpuLinear(linear, caller, level),
@@ -46,6 +48,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             quantized=CpuQuantizedLinear(quantized, caller),
             route=CpuRouteToExperts(experts, caller),
             combine=CpuCombineExperts(experts, caller),
+            delta_step=CpuDeltaStep(delta, caller),
             record=partial(caller.record, kernel_function(linear, "sagellm_replay")),
         )
     except KernelError as error:
