@@ -11,12 +11,13 @@ import itertools
 from typing import Any
 
 from sagellm.core.binding import Binding, ChunkBlocks
+from sagellm.core.blocks import NO_PAGE
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import Namespace, Request, RequestStatus, Retention, Tokens
+from sagellm.core.types import KVGroup, Namespace, Request, RequestStatus, Retention, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 
@@ -46,8 +47,10 @@ class Books:
         *,
         quotas: bool = False,
         window: int | None = None,
+        windows: tuple[int | None, ...] = (),
         early: bool = False,
     ) -> None:
+        """`windows`: those of the KV groups, if there are several; each has `num_blocks` blocks then."""
         shares = QUOTAS if quotas else {}
         config = KVConfig(
             block_size=BLOCK,
@@ -58,8 +61,12 @@ class Books:
             **shares,
         )
         self.clock = ManualClock()
-        self.window = window
-        self.kv: Any = build_kv(config, num_blocks, window=window, clock=self.clock)
+        self.window, self.windows = window, windows or (window,)
+        groups = tuple(KVGroup((i,), one) for i, one in enumerate(windows))
+        num_blocks *= len(self.windows)
+        self.kv: Any = build_kv(
+            config, num_blocks, window=window, groups=groups, max_chunk=14, clock=self.clock
+        )
         self.cells: list[list[Content | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.waiting: dict[str, RequestState] = {}
         self.running: dict[str, RequestState] = {}
@@ -143,12 +150,15 @@ class Books:
         """What a backend would do: copies, then reads of all before the chunk, then writes of the chunk."""
         self.copy(copies)
         state, table = chunk.state, self.kv.block_table(chunk.state.request_id)
-        first = 0 if self.window is None else max(0, chunk.start - self.window + 1)
-        for position in range(first, chunk.start):
-            found = self.cells[table[position // BLOCK]][position % BLOCK]
-            assert found == self.content(state, position), f"{state.request_id} reads wrong KV at {position}"
-        for position in range(chunk.start, chunk.end):
-            self.cells[table[position // BLOCK]][position % BLOCK] = self.content(state, position)
+        for group, window in enumerate(self.windows):
+            blocks = table[group :: len(self.windows)]
+            first = 0 if window is None else max(0, chunk.start - window + 1)
+            for position in range(first, chunk.start):
+                assert blocks[position // BLOCK] != NO_PAGE
+                found = self.cells[blocks[position // BLOCK]][position % BLOCK]
+                assert found == self.content(state, position), f"{state.request_id}: wrong KV at {position}"
+            for position in range(chunk.start, chunk.end):
+                self.cells[blocks[position // BLOCK]][position % BLOCK] = self.content(state, position)
 
     def copy(self, copies: list[BlockCopy]) -> None:
         for one in copies:
@@ -200,8 +210,8 @@ class Books:
         self.kv.unpin_prefix(self.pinned.pop(place))
 
     def clear(self) -> None:
-        evictable = self.kv.index.num_evictable
-        assert self.kv.clear_cache() == evictable
+        cached = self.kv.block_states().cached
+        assert self.kv.clear_cache() == cached
 
     def compact(self) -> None:
         moves = plan_compaction(self.kv.pool.block_info, len(self.cells))
@@ -238,6 +248,8 @@ class Books:
     def check_match(self, state: RequestState, hit: PrefixHit) -> None:
         space = self.kv.namespace_of(state.request.namespace)
         blocks = self.longest(space, tuple(state.tokens)[:-1])
+        if len(self.windows) > 1:  # at most: the windows of all groups must be there, too
+            blocks = blocks[: hit.num_blocks]
         assert self.kv.index.block_ids(hit).tolist() == blocks
         tail = 0 if hit.tail is None else hit.tail.num_tokens
         assert hit.num_tokens == len(blocks) * BLOCK + tail < len(state.tokens)
@@ -247,14 +259,14 @@ class Books:
         """A bind that failed or was undone has changed nothing but that cached blocks may be free."""
         (active, cached, free), _ = before
         now = self.kv.block_states()
-        if self.window is None:
+        if self.window is None and len(self.windows) == 1:
             assert now.active == active
         assert now.cached <= cached
         assert now.free >= free
 
     def check_evicted(self, before: tuple[Any, int], bound: ChunkBlocks) -> None:
         """Exactly what was missing is gone, where nothing but the index can give it."""
-        if self.window is not None or self.kv.quota is not None:
+        if self.window is not None or self.kv.quota is not None or len(self.windows) > 1:
             return
         missing = max(0, len(bound.block_ids) - before[0].free)
         assert before[1] - self.kv.index.num_cached == missing

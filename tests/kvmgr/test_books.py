@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "buddy": {"pool": "buddy"},
     "quotas": {"quotas": True},
     "window": {"window": 5},
+    "groups": {"windows": (None, 5, 5, 3)},
+    "buddy and groups": {"windows": (None, None, 7), "pool": "buddy"},
     "roomy": {"num_blocks": 200},
     "early": {"early": True},
     "early and roomy": {"early": True, "num_blocks": 200},

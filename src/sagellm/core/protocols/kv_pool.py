@@ -62,9 +62,9 @@ class KVPool(Protocol):
     def shrink(self, allocation: Allocation, num_blocks: int) -> None:
         """Free the last `num_blocks` blocks."""
 
-    def free(self, allocation: Allocation | Sequence[int]) -> None:
-        """Free all blocks of an allocation of this pool, once. Single ids are the slow path: each is looked
-        up, and cut out of the allocation that it is in."""
+    def free(self, allocation: Allocation | Sequence[int], *others: Allocation) -> None:
+        """Free all blocks of live allocations; none if one is not live. Single ids are the slow
+        path: each is looked up, and cut out of the allocation that it is in."""
 
     def hand_over(self, allocation: Allocation, start: int, stop: int, holder: str) -> BlockIds:
         """Move blocks `[start, stop)` from the allocation to `holder`; the account stays charged."""

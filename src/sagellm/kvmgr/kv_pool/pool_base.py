@@ -150,7 +150,7 @@ class PoolBase(ABC):
         finally:
             lock.release()
 
-    def free(self, allocation: Allocation | Sequence[int]) -> None:
+    def free(self, allocation: Allocation | Sequence[int], *others: Allocation) -> None:
         """See `KVPool`. An allocation of which single ids leave nothing is freed with the last of them."""
         if not isinstance(allocation, Allocation):
             self._free_single(allocation)
@@ -160,8 +160,14 @@ class PoolBase(ABC):
         try:
             if allocation not in self._live:
                 raise _not_live(allocation)
+            for other in others:
+                if other not in self._live:
+                    raise _not_live(other)
             self._release(allocation, 0)
             del self._live[allocation]
+            for other in others:
+                self._release(other, 0)
+                del self._live[other]
         finally:
             lock.release()
 

@@ -142,7 +142,12 @@ class BlockAllocator:
         blocks.block_ids += taken
         if groups is None:
             return taken
-        groups.append(blocks, num_blocks)
+        try:
+            groups.append(blocks, num_blocks)
+        except Exception:
+            self.pool.shrink(blocks.own, num_blocks)
+            del blocks.block_ids[len(blocks.block_ids) - num_blocks :]
+            raise
         return blocks.table(len(blocks.block_ids) - num_blocks)
 
     def take_last(self, blocks: RequestBlocks, num_blocks: int) -> None:
@@ -215,17 +220,15 @@ class BlockAllocator:
     def clear(self) -> int:
         """Evict every cached block that no request uses; returns how many."""
         self.num_changes += 1
-        self._in_need = None
-        num_freed = evicted = 0
+        self._in_need, num_free = None, self.pool.num_free
         if self._groups is not None:
             for kept in (False, True):
-                num_freed += self._return_pages(self._groups.shed(self.pool.total_blocks, kept=kept))
+                self._groups.free_detached(self._groups.shed(self.pool.total_blocks, kept=kept))
         if self.quota is not None:
-            while evicted := sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
-                num_freed += evicted
-        rest = self.index.clear()
-        self._return(rest, NO_ACCOUNT, "cleared")
-        return num_freed + len(rest)
+            while sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
+                pass
+        self._return(self.index.clear(), NO_ACCOUNT, "cleared")
+        return self.pool.num_free - num_free
 
     def blocks_of_index(self) -> BlockIds:
         """Every block that the pool counts as held by the index."""
@@ -253,16 +256,12 @@ class BlockAllocator:
     def _make_room_in_groups(self, groups: PageGroups, num_pages: int) -> None:
         """Have so many pages free. What no prefix needs goes first, then whole blocks, then kept windows."""
         pool, index = self.pool, self.index
-        self._return_pages(groups.shed(num_pages - pool.num_free))
+        groups.free_detached(groups.shed(num_pages - pool.num_free))
         while (missing := num_pages - pool.num_free) > 0 and index.num_evictable:
             wanted = max(cdiv(missing, groups.per_block), self._num_together)
             evicted = index.evict(min(wanted, index.num_evictable))
             self._return(evicted or array("i"), NO_ACCOUNT, "capacity")
-        self._return_pages(groups.shed(num_pages - pool.num_free, kept=True))
-
-    def _return_pages(self, pages: BlockIds) -> int:
-        self.pool.take_back(INDEX_OWNER, pages)
-        return len(pages)
+        groups.free_detached(groups.shed(num_pages - pool.num_free, kept=True))
 
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
         while (missing := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:

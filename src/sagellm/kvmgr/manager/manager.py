@@ -397,7 +397,7 @@ class KVCacheManager:
         )
         self.index.unpin(blocks.hit, use)
         try:
-            self.pool.free(blocks.own)
+            self.pool.free(*blocks.allocations())
         except Exception:
             blocks.hit = self.index.pin(blocks.hit)
             raise
@@ -485,12 +485,16 @@ class KVCacheManager:
                 )
             own = self.pool.allocate(0, state.request_id, account)
             assert own is not None
+            blocks = RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
+            try:
+                if self._pages is not None:
+                    self._pages.admit(blocks)
+            except Exception:
+                self.pool.free(own)
+                raise
         except Exception:
             self.index.unpin(hit)
             raise
-        blocks = RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
-        if self._pages is not None:
-            self._pages.admit(blocks)
         self._tables.add(blocks)
 
     def _bind_decodes(self, binding: Binding) -> None:
@@ -545,7 +549,7 @@ class KVCacheManager:
                 self.allocator.take_last(blocks, len(bound.block_ids) // blocks.num_groups)
             if chunk.admits:
                 self.index.unpin(blocks.hit)
-                self.pool.free(blocks.own)
+                self.pool.free(*blocks.allocations())
                 if self._pages is not None:
                     self._pages.release(blocks)
                 self._tables.remove(chunk.state)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from sagellm.core.blocks import NO_PAGE, cdiv
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import BlockIds, KVGroup
 from sagellm.kvmgr.manager.tables import (
@@ -231,6 +231,7 @@ class PageGroups:
         self.per_block = len(groups)
         self.num_passed = 0
         self._with_passed: dict[RequestBlocks, None] = {}
+        self._detached = array("i")  # from all blocks, not yet back in the pool
         self._chunk_blocks = cdiv(max_chunk, pool.block_size) + 1
 
     # -- prefix hits
@@ -261,11 +262,22 @@ class PageGroups:
     # -- running requests
 
     def admit(self, blocks: RequestBlocks) -> None:
-        """Give a request the tables of all groups. They begin with its pinned hit."""
+        """Give a request the tables of all groups. They begin with its pinned hit.
+
+        If it raises an error, nothing has changed.
+        """
         leads, name = blocks.block_ids, blocks.state.request_id
-        for rule in self.rules:
-            own = self._pool.allocate(0, name)
-            assert own is not None
+        allocations: list[Allocation] = []
+        try:
+            for _ in self.rules:
+                own = self._pool.allocate(0, name)
+                assert own is not None
+                allocations.append(own)
+        except Exception:
+            for own in allocations:
+                self._pool.free(own)
+            raise
+        for rule, own in zip(self.rules, allocations, strict=True):
             first = rule.first_needed(len(leads) * self._block_size)
             tables = [array("i", [NO_PAGE]) * first for _ in range(rule.num_groups)]
             for lead in leads[first:]:
@@ -276,12 +288,23 @@ class PageGroups:
             rule.need(leads[first:])
 
     def append(self, blocks: RequestBlocks, num_blocks: int) -> None:
-        """Append pages for so many blocks to every table. Enough are free."""
-        for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            taken = self._pool.append_blocks(pages.own, num_blocks * rule.num_groups)
-            assert taken is not None
+        """Append pages for so many blocks to every table. Enough are free.
+
+        If it raises an error, nothing has changed.
+        """
+        taken: list[BlockIds] = []
+        try:
+            for rule, pages in zip(self.rules, blocks.pages, strict=True):
+                ids = self._pool.append_blocks(pages.own, num_blocks * rule.num_groups)
+                assert ids is not None
+                taken.append(ids)
+        except Exception:
+            for pages, ids in zip(blocks.pages, taken, strict=False):
+                self._pool.shrink(pages.own, len(ids))
+            raise
+        for rule, pages, ids in zip(self.rules, blocks.pages, taken, strict=True):
             for j, table in enumerate(pages.tables):
-                table += taken[j :: rule.num_groups]
+                table += ids[j :: rule.num_groups]
 
     def shrink(self, blocks: RequestBlocks, num_blocks: int) -> None:
         """Undo `append`."""
@@ -299,18 +322,32 @@ class PageGroups:
                     rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
                     self._move(blocks, rule, pages, needed_from=first)
 
-    def registered(self, blocks: RequestBlocks, num_before: int, num_existing: int) -> None:
-        """A request's prefix of `num_shared` blocks is in the index; attach its pages there.
+    def hand_over(self, blocks: RequestBlocks, num_blocks: int, handed: list[BlockIds]) -> None:
+        """Hand own pages of the first `num_blocks` blocks to the index.
+
+        Those of each rule go into `handed`.
+        """
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            count = len(pages.own_blocks(num_blocks)) * rule.num_groups
+            handed.append(self._pool.hand_over(pages.own, 0, count, INDEX_OWNER))
+
+    def hand_back(self, blocks: RequestBlocks, handed: Sequence[BlockIds]) -> None:
+        """Undo `hand_over`, also one that an error has broken off."""
+        for pages, ids in zip(blocks.pages, handed, strict=False):
+            self._pool.hand_back(INDEX_OWNER, ids, pages.own, 0)
+
+    def registered(
+        self, blocks: RequestBlocks, handed: Sequence[BlockIds], num_before: int, num_existing: int
+    ) -> None:
+        """Attach the pages `handed` over to the `num_shared` blocks of a request.
 
         Its first `num_before` were there before, and `num_existing` of some request. Pages that the index
-        lacks become its own; of others the request's are freed, and it goes on with those of the index.
+        lacks become its own; of others the request's are freed, and it goes on with those of the index. An
+        error of the pool comes when all else is done; the pages are freed later then.
         """
-        leads = blocks.block_ids[: blocks.num_shared]
-        for rule, pages in zip(self.rules, blocks.pages, strict=True):
-            each, stop = rule.num_groups, max(len(leads), pages.first_own)
-            positions = pages.own_blocks(stop)
-            ids = self._pool.hand_over(pages.own, 0, len(positions) * each, INDEX_OWNER)
-            duplicates = array("i")
+        leads, duplicates = blocks.block_ids[: blocks.num_shared], array("i")
+        for rule, pages, ids in zip(self.rules, blocks.pages, handed, strict=True):
+            each, positions = rule.num_groups, pages.own_blocks(len(leads))
             for k, position in enumerate(positions):
                 mine, theirs = ids[k * each : (k + 1) * each], rule.attached.get(leads[position])
                 if theirs is None:
@@ -319,19 +356,17 @@ class PageGroups:
                 duplicates += mine
                 for table, page in zip(pages.tables, theirs, strict=True):
                     table[position] = page
-            if duplicates:
-                self._pool.take_back(INDEX_OWNER, duplicates)
-            self._move(blocks, rule, pages, first_own=stop)
+            self._move(blocks, rule, pages, first_own=max(len(leads), pages.first_own))
             rule.need(leads[max(pages.needed_from, num_before) :])
             if 0 < num_existing < len(leads):  # another request went another way from there
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
             pages.end = rule.add_end(leads, pages.end)
+        self.free_detached(duplicates)
 
     def release(self, blocks: RequestBlocks) -> None:
-        """The request leaves the batch."""
+        """The request leaves the batch; its own pages are free."""
         for rule, pages in zip(self.rules, blocks.pages, strict=True):
             rule.pass_by(blocks.block_ids[pages.needed_from : blocks.num_shared])
-            self._pool.free(pages.own)
             self.num_passed -= rule.num_groups * pages.num_passed
         self._with_passed.pop(blocks, None)
         blocks.pages.clear()
@@ -433,6 +468,13 @@ class PageGroups:
             gone += rule.shed(num_pages - len(gone), kept=kept)
         return gone
 
+    def free_detached(self, pages: BlockIds) -> None:
+        """Free pages that have left the index, and those that an exception kept back."""
+        self._detached += pages
+        if self._detached:
+            self._pool.take_back(INDEX_OWNER, self._detached)
+            self._detached = array("i")
+
     def evicted(self, leads: BlockIds) -> BlockIds:
         """These blocks have left the index; returns the pages that leave with them."""
         gone = array("i")
@@ -441,11 +483,13 @@ class PageGroups:
         return gone
 
     def all_pages(self) -> BlockIds:
-        """Every attached page."""
-        return array("i", [page for rule in self.rules for ids in rule.attached.values() for page in ids])
+        """Every attached page, and those that are detached and not yet free."""
+        pages = array("i", [page for rule in self.rules for ids in rule.attached.values() for page in ids])
+        return pages + self._detached
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """After a compaction: block `source` is now block `target`."""
+        self._detached = array("i", [moves.get(page, page) for page in self._detached])
         for rule in self.rules:
             rule.remap(moves)
         for blocks in self._tables:

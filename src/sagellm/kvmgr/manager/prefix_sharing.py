@@ -11,7 +11,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit, PrefixReuseIndex, SharedTail
-from sagellm.core.types import Namespace
+from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.manager.page_groups import PageGroups
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks, free_leading
 
@@ -93,9 +93,14 @@ class PrefixRegistrar:
             pin=True,
         )
         existing = max(result.num_existing, shared)
+        pages: list[BlockIds] = []
         try:
+            if self._pages is not None:
+                self._pages.hand_over(blocks, whole, pages)
             self._hand_over(blocks, existing - shared, whole - shared)
         except Exception:
+            if self._pages is not None:
+                self._pages.hand_back(blocks, pages)
             self._index.retract(result)
             raise
         blocks.hit, blocks.num_shared = result.hit, whole
@@ -103,7 +108,7 @@ class PrefixRegistrar:
             table[:whole] = self._index.block_ids(result.hit)
             self._tables.mark_unsent(blocks, shared)
         if self._pages is not None:
-            self._pages.registered(blocks, shared, existing)
+            self._pages.registered(blocks, pages, shared, existing)
         return result
 
     def _hand_over(self, blocks: RequestBlocks, num_duplicates: int, num_whole: int) -> None:

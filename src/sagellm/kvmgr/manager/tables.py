@@ -100,6 +100,10 @@ class RequestBlocks:
         """KV groups, each with a block at each index of the table."""
         return 1 + sum(len(pages.tables) for pages in self.pages)
 
+    def allocations(self) -> list[Allocation]:
+        """What it owns, of all groups."""
+        return [self.own, *(pages.own for pages in self.pages)]
+
     def blocks_at(self, position: int) -> list[int]:
         """The block of each group at this index of its table."""
         return [self.block_ids[position], *(t[position] for pages in self.pages for t in pages.tables)]
