@@ -83,6 +83,7 @@ BRIDGED_MODELS: dict[str, dict[str, Any]] = {
     "persimmon": _WIDE,
     "phi": _BASE,
     "phimoe": _BASE | _LOCAL_EXPERTS,
+    "qwen2_moe": _BASE | _EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
     "seed_oss": _HEADS,
     "solar_open": _HEADS | _GROUPED_EXPERTS,
     "stablelm": _BASE,

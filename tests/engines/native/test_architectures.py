@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_windows_of_qwen2() -> None:
     typed = {**used, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     assert read_spec(typed).windows == (32, None, None)
     assert read_spec({**typed, "use_sliding_window": False}).windows == (None,) * 3
+
+
+def test_a_window_of_zero_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(of("MistralForCausalLM", sliding_window=0)), encoding="utf-8"
+    )
+    assert read_spec(read_config(tmp_path)).windows == (None,) * 3
 
 
 @pytest.mark.parametrize(

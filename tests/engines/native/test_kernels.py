@@ -15,7 +15,7 @@ from sagellm.accel.fusion.cpu.linear import PackedMatrix
 from sagellm.core.config import Config
 from sagellm.core.protocols.fusion import KernelSet, KernelSource, LinearKernel
 from sagellm.engines.build import build_backend, build_engine, load_config
-from sagellm.engines.native import matrices
+from sagellm.engines.native import attention, matrices
 from sagellm.engines.native.matrices import MEASURED_ROWS, packing_is_faster, time_kernel
 from tests.effort import usual
 from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of, native_model
@@ -170,16 +170,20 @@ def test_without_a_kernel_for_these_dtypes_nothing_is_measured(
 
 
 @pytest.mark.usefixtures("always")
-def test_threads_are_the_kernels_own(kernels: KernelSet, tmp_path: Path) -> None:
-    """Torch has one where it has nothing large to do, and all of them where it has."""
+def test_threads_are_the_kernels_own(
+    kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has one where the kernels have theirs, whoever attends to chunks, and all of them without."""
     save_tiny(tmp_path, "llama-biases")
     before = torch.get_num_threads()
     try:
-        for source, expected in ((lambda _: kernels, 1), (None, 2)):
+        for source, wins, expected in ((kernels, True, 1), (kernels, False, 1), (None, True, 2)):
+            monkeypatch.setattr(attention, "kernel_wins_prefill", lambda *_, wins=wins: wins)
             torch.set_num_threads(3)
             made = RecordingBackend(
-                tmp_path, num_blocks=8, threads=2, dtype="bfloat16", compute_dtype="float32", kernels=source
-            )
+                tmp_path, num_blocks=8, threads=2, dtype="bfloat16", compute_dtype="float32",
+                kernels=None if source is None else lambda _: kernels,
+            )  # fmt: skip
             assert torch.get_num_threads() == expected
             made.close()
             assert torch.get_num_threads() == 3

@@ -21,6 +21,7 @@ from sagellm.engines.native.attention import (
     attention_planner,
 )
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.measure import torch_threads
 from tests.engines.native.attention_reference import attention_reference
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
@@ -81,6 +82,21 @@ def test_without_support_for_the_pool_torch_does_all(kernel: FusedKernel) -> Non
     assert attention_planner(pool(dtype=torch.float64), HEADS, kernel, kernel).reads_padding
     assert attention_planner(pool(), HEADS, None, None).reads_padding
     assert not attention_planner(pool(), HEADS, kernel, kernel).reads_padding
+
+
+def test_torch_computes_only_long_chunks_on_several_threads() -> None:
+    kv = pool(400)
+    table = torch.randperm(400).tolist()
+    spans = [Span(0, 300, 0, table[:75]), Span(300, 8, 20, table[75:82])]
+    planner = AttentionPlanner(kv, chunk_threads=2)
+    plan = planner.plan((), (), spans, None)
+    assert [chunk.threads for chunk in plan.prefill] == [2, None]
+    query, key = torch.randn(308, HEADS, DIM), torch.randn(308, *kv.keys[0].shape[2:])
+    with torch_threads(1):
+        found = attend(plan, kv, 0, query, key, key)
+        assert torch.get_num_threads() == 1
+        expected = attend(AttentionPlanner(kv).plan((), (), spans, None), kv, 0, query, key, key)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("torch_is_slow", [True, False])

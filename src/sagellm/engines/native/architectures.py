@@ -35,8 +35,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The `ModelSpec` of a parsed config.json. `UnsupportedModelError` names what is not supported."""
+    """The `ModelSpec` of a parsed config.json. A `sliding_window` of 0 is none: transformers writes it for
+    models whose layers do not slide. `UnsupportedModelError` names what is not supported.
+    """
     given = {key: value for key, value in config.items() if value is not None or key in _NULL_HAS_A_MEANING}
+    if given.get("sliding_window") == 0:
+        given["sliding_window"] = None
     names = config.get("architectures") or [_architecture_of_type(config)]
     for name in names:
         if name in _READERS:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,12 +29,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, Scores
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.measure import cpu_s, cuda_s, one_thread
+from sagellm.engines.native.measure import cpu_s, cuda_s, torch_threads
 from sagellm.engines.native.memory import to_device
 
 QUERY_TILE = 256
 GROUP_BYTES = 4 << 20
 _MIN_FILL = 0.75
+_THREADED_SCORES = 1 << 16
+"""Scores of a head from which on torch computes a chunk by several threads: milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,15 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """A prefill chunk. `read` is None if its own fresh K and V suffice. A `kernel` needs no tiles."""
+    """A prefill chunk. `read` is None if its own fresh K and V suffice. A `kernel` needs no tiles. Torch has
+    `threads`; None: as many as it has.
+    """
 
     span: Span
     read: BlockRead | None
     tiles: tuple[Tile, ...]
     kernel: FusedKernel | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +161,16 @@ class AttentionPlanner:
     """Makes a step's `AttentionPlan`s; keeps the causal masks that tiles share. `kernel` takes the decode
     rows and, with `chunks`, the prefill chunks; torch computes the rest. With `plain_scores` every tile has a
     mask: torch's own attention, which can do without, knows neither capped scores nor sinks. Chunks of which
-    `expands` is true are planned in expanded form.
+    `expands` is true are planned in expanded form. Torch has `chunk_threads` for long chunks; None: as many
+    as it has.
     """
 
     def __init__(
         self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True,
         plain_scores: bool = True, expands: Callable[[Span], bool] | None = None,
+        chunk_threads: int | None = None,
     ) -> None:  # fmt: skip
-        self._expands = expands
+        self._expands, self._chunk_threads = expands, chunk_threads
         self.kernel, self._chunks, self._plain_scores = kernel, chunks, plain_scores
         pool = kv.keys[0]
         self._block_size = kv.block_size
@@ -202,14 +210,23 @@ class AttentionPlanner:
         groups = tuple(
             self._group(decode[start:stop], window) for start, stop in group_rows(lengths, self._group_tokens)
         )
-        chunks = tuple(self._chunk(span, window) for span in (*chains, *prefill))
+        chunks = tuple(self._threaded(self._chunk(span, window)) for span in (*chains, *prefill))
         return AttentionPlan(call, groups, chunks, expanded, num_absorbed)
 
     def _expanded(self, span: Span) -> PrefillPlan:
         if not self.all_by_kernel:
-            return self._chunk(span, None)
+            return self._threaded(self._chunk(span, None))
         read = self._read([span.block_ids[: cdiv(span.end, self._block_size)]]) if span.start else None
         return PrefillPlan(span, read, (), self.kernel)
+
+    def _threaded(self, chunk: PrefillPlan) -> PrefillPlan:
+        """`chunk` on several threads, if it is long.
+
+        In a short one they would wait for each other.
+        """
+        if self._chunk_threads is None or chunk.span.num_tokens * chunk.span.end < _THREADED_SCORES:
+            return chunk
+        return replace(chunk, threads=self._chunk_threads)
 
     def _group(self, spans: Sequence[Span], window: int | None) -> DecodeGroup:
         bs = self._block_size
@@ -329,8 +346,9 @@ def attend(
             keys, values = key[chunk.span.rows], value[chunk.span.rows]
         else:
             keys, values = chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0]
-        for tile in chunk.tiles:
-            _attend_tile(tile, keys, values, query, output, scores)
+        with nullcontext() if chunk.threads is None else torch_threads(chunk.threads):
+            for tile in chunk.tiles:
+                _attend_tile(tile, keys, values, query, output, scores)
     return output
 
 
@@ -347,9 +365,10 @@ def attend_chunk(
         mixed: torch.Tensor = chunk.kernel.apply(query, keys[None], values[None], spans, tables, None, scores)
         return mixed
     output = query.new_empty(*query.shape[:2], values.shape[2])
-    for tile in chunk.tiles:
-        first, stop = tile.first_row - span.first_row, tile.stop_row - span.first_row
-        _attend_tile(replace(tile, first_row=first, stop_row=stop), keys, values, query, output, scores)
+    with nullcontext() if chunk.threads is None else torch_threads(chunk.threads):
+        for tile in chunk.tiles:
+            first, stop = tile.first_row - span.first_row, tile.stop_row - span.first_row
+            _attend_tile(replace(tile, first_row=first, stop_row=stop), keys, values, query, output, scores)
     return output
 
 
@@ -417,20 +436,22 @@ CONTEXT, CHUNK, _REPEATS = 384, 128, 2
 def attention_planner(
     kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None,
     scores: Scores | None = None, expands: Callable[[Span], bool] | None = None,
+    chunk_threads: int | None = None,
 ) -> AttentionPlanner:  # fmt: skip
     """A planner with `kernel` where the kernel supports the pool and `scores`, and pays. `measured` is the
-    same kernel on one thread; `scores` are those of any layer. For `expands` see `AttentionPlanner`.
+    same kernel on one thread; `scores` are those of any layer. For the rest see `AttentionPlanner`.
     """
     plain = scores is None or scores.is_scaled_only
+    planner = partial(AttentionPlanner, kv, plain_scores=plain, expands=expands, chunk_threads=chunk_threads)
     if kernel is None or measured is None:
-        return AttentionPlanner(kv, plain_scores=plain, expands=expands)
+        return planner()
     pool = kv.keys[0]
     query = pool.new_ones(1, num_heads, pool.shape[3])
     spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
     if not kernel.supports(query, pool, kv.values[0], spans, tables, None, scores).usable:
-        return AttentionPlanner(kv, plain_scores=plain, expands=expands)
+        return planner()
     chunks = kernel_wins_prefill(measured, kv, num_heads, scores)
-    return AttentionPlanner(kv, kernel, chunks=chunks, plain_scores=plain, expands=expands)
+    return planner(kernel, chunks=chunks)
 
 
 def kernel_wins_prefill(
@@ -451,7 +472,7 @@ def kernel_wins_prefill(
     query, key = pool.new_ones(CHUNK, num_heads, head_dim), pool.new_ones(CHUNK, kv_heads, head_dim)
     value = key[..., : kv.value_dim]
     seconds = cuda_s if query.is_cuda else cpu_s
-    with one_thread():
+    with torch_threads(1):
         by_torch, by_kernel = (
             seconds(
                 partial(attend, planner.plan([], [], [span], None), small, 0, query, key, value, scores),

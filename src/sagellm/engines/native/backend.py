@@ -81,7 +81,8 @@ class NativeBackend:
 
     On a CPU `kernels` provides kernels that are measured against torch. Where they are faster, matrices stay
     in the checkpoint's dtype and the kernels use their own threads. Torch then has one thread in the whole
-    process until `close`, because its idle threads spin. `cuda_kernels` provides the kernels for a CUDA
+    process until `close`, because its idle threads spin, except for long prefill chunks that it attends to
+    faster than the kernel. `cuda_kernels` provides the kernels for a CUDA
     device.
 
     With `capture` and an attention kernel, decode steps are recorded: at start where `capture` supports the
@@ -136,9 +137,12 @@ class NativeBackend:
                 groups=self._schema.groups, value_dim=spec.value_dim, states=self._working_states(),
             )  # fmt: skip
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
-            self._planner = attention_planner(self._kv, spec.num_heads, *attention)
+            chunk_threads = threads if self._packed else None
+            self._planner = attention_planner(
+                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads
+            )
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
-        if self._packed and self._planner.all_by_kernel:
+        if self._packed:
             torch.set_num_threads(1)
         draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
         self._draw = kernel_draw(draw) if draw else None

@@ -92,7 +92,7 @@ class ConfigJson(_StrictModel):
     head_dim: Size | None = None
     max_position_embeddings: Positions | None = None
     original_max_position_embeddings: Positions | None = None
-    sliding_window: Size | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None

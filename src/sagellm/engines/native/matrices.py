@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
 from sagellm.core.protocols.fusion import FusedKernel, LinearKernel, QuantizedKernel
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightFormat, WeightQuantizer
-from sagellm.engines.native.measure import cpu_s, one_thread
+from sagellm.engines.native.measure import cpu_s, torch_threads
 
 FEWEST_ROWS, MOST_ROWS = 5, 192
 MEASURED_ROWS = (1, 8, 32, 256)
@@ -131,7 +131,7 @@ def time_kernel(
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
     seconds = {}
-    with one_thread():
+    with torch_threads(1):
         for rows in MEASURED_ROWS:
             x = torch.ones(rows, _INPUTS, dtype=dtype)
             by_torch, by_kernel = (cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed))

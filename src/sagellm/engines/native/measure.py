@@ -15,14 +15,14 @@ from sagellm.engines.native.kv_cache import PagedKV
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch computes on one thread within this context."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch computes on `count` threads within this context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def cpu_s(run: Callable[[], object], repeats: int) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.native.measure import cpu_s, one_thread
+from sagellm.engines.native.measure import cpu_s, torch_threads
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
 
@@ -79,7 +79,7 @@ def fastest_dtype(
         return dtype
     if widened and num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
         return dtype
-    with one_thread():
+    with torch_threads(1):
         return torch.float32 if _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32) else dtype
 
 

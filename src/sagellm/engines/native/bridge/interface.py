@@ -133,7 +133,7 @@ def _traced(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    window = options.get("sliding_window")
+    window = options.get("sliding_window") or None
     if attention_mask is not None:
         window = getattr(attention_mask, "window", UNKNOWN_MASK)
     given = {name: option for name, option in options.items() if option is not None}
