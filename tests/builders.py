@@ -42,6 +42,7 @@ def fake_engine(
         capability.num_blocks,
         window=capability.sliding_window,
         groups=backend.get_kv_schema().groups,
+        state_pages=backend.get_kv_schema().state_pages,
         max_chunk=max_batched_tokens,
         swap=build_swap(capability),
         clock=clock,

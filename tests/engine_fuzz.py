@@ -62,6 +62,8 @@ class Case:
     sharing_groups: dict[str, list[str]]
     windows: tuple[int | None, ...] = (None,)
     num_proposed: int = 0
+    state_pages: int = 0
+    checkpoint_interval: int = 16
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -94,10 +96,15 @@ class Case:
         if window is not None or draw.random() < 0.6:
             return case
         no_shares: dict[str, dict[str, float]] = {}
-        windows = draw.choice(WINDOWS)
-        return replace(
-            case, windows=windows, num_host_blocks=0, tenant_shares=no_shares, class_shares=no_shares
-        )
+        case = replace(case, num_host_blocks=0, tenant_shares=no_shares, class_shares=no_shares)
+        if draw.random() < 0.4:
+            interval = draw.choice([1, 4, 16])
+            case = replace(
+                case, state_pages=draw.choice([1, 2, 5]), checkpoint_interval=interval, num_proposed=0
+            )
+            if draw.random() < 0.7:
+                return case
+        return replace(case, windows=draw.choice(WINDOWS))
 
     def engine(self, clock: Clock) -> Engine:
         num_pages = self.num_blocks * len(self.windows)
@@ -109,6 +116,7 @@ class Case:
             sliding_window=self.window,
             num_host_blocks=self.num_host_blocks,
             windows=self.windows,
+            state_pages=self.state_pages,
         )
         config = KVConfig.model_validate(
             {
@@ -117,6 +125,7 @@ class Case:
                 "pool": self.pool,
                 "eviction": self.eviction,
                 "index_as_computed": self.index_as_computed,
+                "checkpoint_interval": self.checkpoint_interval,
                 "tenant_shares": self.tenant_shares,
                 "class_shares": self.class_shares,
                 "sharing_groups": self.sharing_groups,
@@ -128,6 +137,7 @@ class Case:
             num_pages,
             window=self.window,
             groups=backend.get_kv_schema().groups,
+            state_pages=self.state_pages,
             max_chunk=self.max_batched_tokens,
             swap=swap,
             clock=clock,
@@ -212,7 +222,8 @@ class Run:
             self._pins.append(self.engine.kv.pin_prefix(Tokens(tokens), Namespace(tenant=tenant)))
         except CapacityError:
             return
-        self._most_pinned = max(self._most_pinned, sum(hit.num_blocks for hit in self._pins))
+        held = sum(hit.num_blocks + self.case.state_pages for hit in self._pins if hit.num_blocks)
+        self._most_pinned = max(self._most_pinned, held)
 
     def unpin(self) -> None:
         if self._pins:
@@ -239,6 +250,9 @@ class Run:
             self.unpin()
         check_books(self.engine)
         assert self.engine.kv.block_states().active == 0
+        checkpoints = self.engine.kv.checkpoints
+        if checkpoints is not None:
+            self.seen["checkpoints"] += checkpoints.num_made
         if self.engine.speculation is not None:
             self.seen["accepted"] += self.engine.speculation.num_accepted
             self.seen["refused"] += (

@@ -33,6 +33,7 @@ def engine(
         config,
         capability.num_blocks,
         groups=backend.get_kv_schema().groups,
+        state_pages=backend.get_kv_schema().state_pages,
         max_chunk=24,
         swap=build_swap(capability),
         clock=clock,

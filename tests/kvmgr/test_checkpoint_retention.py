@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.errors import BookkeepingError, ConfigError
-from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention, Marginal
+from sagellm.core.protocols.checkpoints import Marginal
+from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention
 
 BLOCK_BYTES, STATE_BYTES, BLOCK_TOKENS = 10, 30, 16
 
@@ -40,7 +41,7 @@ class Conversations:
         self.known[conversation] = num_blocks
         for depth in depths:
             self.index.keys.add(keys[depth - 1])
-            self.retention.made(keys[depth - 1], now_s)
+            self.retention.made(keys[depth - 1], depth, now_s)
         self.retention.check()
         return depths
 

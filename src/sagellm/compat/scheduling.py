@@ -211,6 +211,9 @@ class _NumberedTables:
     def block_table(self, request_id: str) -> Sequence[int]:
         return self._tables[request_id]
 
+    def state_pages(self, request_id: str) -> tuple[int, ...]:
+        return ()
+
     def add_held(self, request_id: str, num_tokens: int) -> None:
         """Make a table of blocks that already hold the KV of `num_tokens` tokens."""
         count = cdiv(num_tokens, self._block_size)

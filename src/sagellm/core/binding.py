@@ -45,8 +45,8 @@ class Binding:
 
     Requests in decode are many, so their new blocks are columns: request `appended_to[i]` got block
     `appended_ids[i]`; with several KV groups, as many blocks as there are groups. A request with proposed
-    tokens may be there several times. The backend is sent what
-    changed in their block tables with `table_deltas`.
+    tokens may be there several times. The backend is sent what changed in their block tables with
+    `table_deltas`. `kept_states`: whose recurrent state is kept, behind how many tokens and in which blocks.
     """
 
     draft: Draft
@@ -59,6 +59,7 @@ class Binding:
     appended_ids: list[int] = field(default_factory=list)
     table_deltas: list[BlockTableDelta] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    kept_states: list[tuple[RequestState, int, tuple[int, ...]]] = field(default_factory=list)
 
     def clear_decodes(self) -> None:
         """Forget what the requests in decode got."""

@@ -120,6 +120,9 @@ class KVConfig(Section):
     index_as_computed: bool = key(
         False, "cache a prompt's blocks chunk by chunk, not once all of it is computed"
     )
+    checkpoint_interval: Positive = key(
+        256, "tokens of an answer after which a recurrent state is kept; only models that have such states"
+    )
     max_pinned_share: Fraction = key(0.25, "share of the pool that pinned prefixes may hold")
     tenant_shares: dict[str, ShareConfig] = key(
         {}, "KV quotas by tenant: guaranteed and ceiling, shares of the pool"

@@ -109,6 +109,7 @@ class JoinOp(Operation):
     block_ids: tuple[int, ...]
     params: SamplingParams
     eos_token_ids: frozenset[int]
+    state_pages: tuple[int, ...] = ()
     resumes: bool = False
 
 
@@ -141,6 +142,16 @@ class CopyOp(Operation):
     def target(self) -> tuple[str, int]:
         """Tier and block that are written."""
         return self.target_tier, self.target_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOp(Operation):
+    """The recurrent state of a row is kept: a `KeptState`."""
+
+    word: ClassVar[str] = "keep"
+    row: int
+    num_tokens: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

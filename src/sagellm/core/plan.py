@@ -294,6 +294,18 @@ class BlockCopy:
     target_block: int
 
 
+class KeptState(NamedTuple):
+    """Copy the state of `row` behind its first `num_tokens` tokens into `pages`.
+
+    It is a recurrent state, and the copy a checkpoint. A row that computes tokens [start, end) can keep its
+    state at `start` (before the step computes), at `end`, and between.
+    """
+
+    row: int
+    num_tokens: int
+    pages: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Send blocks of one request to another instance once the step has computed them. In a draft, no blocks
@@ -309,7 +321,8 @@ class Join:
     """A request enters the batch, with all that a backend needs of it.
 
     `tokens`: int32 bytes of prompt and output so far; the first `num_computed` have KV in `block_ids`, the
-    row's whole table including what this step adds.
+    row's whole table including what this step adds. `state_pages`: the checkpoint of recurrent state behind
+    them, for a model that has any.
     """
 
     row: int
@@ -320,6 +333,7 @@ class Join:
     block_ids: tuple[int, ...]
     params: SamplingParams
     eos_token_ids: frozenset[int]
+    state_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +386,7 @@ class ExecutionPlan:
     decode_positions: tuple[int, ...] = ()
     prefills: tuple[Prefill, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    kept_states: tuple[KeptState, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     placements: tuple[tuple[str, PhasePlacement], ...] = ()
     preempted: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import RequestError, shown
 from sagellm.core.kv_hints import KVHintsEnvelope
 
@@ -458,6 +459,11 @@ class KVCacheSchema:
     """Values are a part of the keys (latent attention), so they take no memory."""
     state_bytes: int = 0
     """Of the recurrent states of one sequence, in all layers that have one; those layers have no KV."""
+
+    @property
+    def state_pages(self) -> int:
+        """Blocks of the pool that a checkpoint of the recurrent states takes."""
+        return cdiv(self.state_bytes, self.bytes_per_page)
 
     @property
     def num_groups(self) -> int:

@@ -27,17 +27,19 @@ from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
-from sagellm.core.types import CapabilityDescriptor, KVGroup
+from sagellm.core.types import TOKEN_BYTES, CapabilityDescriptor, KVGroup, Namespace, Tokens
 from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
-from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
+from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
+from sagellm.kvmgr.prefix_cache.fingerprint import chain
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
@@ -72,6 +74,7 @@ def build_kv(
     *,
     window: int | None = None,
     groups: Sequence[KVGroup] = (),
+    state_pages: int = 0,
     max_chunk: int = 1,
     swap: SwapSpace | None = None,
     prefill_token_s: float = 0.0,
@@ -81,8 +84,8 @@ def build_kv(
 ) -> KVCacheManager:
     """Pool, quota, eviction policy and prefix index, joined by a manager.
 
-    `cost_model` is for policies that weigh the cost of computing KV again; `KVCacheManager` describes the
-    other arguments.
+    `cost_model` is for policies that weigh the cost of computing KV again; `state_pages` are the blocks of a
+    checkpoint, for a model with recurrent states. `KVCacheManager` describes the other arguments.
     """
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
@@ -94,9 +97,8 @@ def build_kv(
             for shares in (config.tenant_shares, config.class_shares)
         )
         quota = QuotaManager.from_fractions(num_blocks, tenants, classes)
-    pool = registry("pool").create(
-        config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota
-    )
+    sizes = {"total_blocks": num_blocks, "block_size": config.block_size}
+    pool = registry("pool").create(config.pool, **sizes, clock=clock, quota=quota)
     index = registry("index").create(
         config.index,
         block_size=config.block_size,
@@ -115,6 +117,7 @@ def build_kv(
         window=window,
         groups=groups,
         max_chunk=max_chunk,
+        checkpoints=_checkpoints(config, state_pages),
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
         swap=swap,
@@ -125,6 +128,19 @@ def build_kv(
         misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
     )
+
+
+def _checkpoints(config: KVConfig, state_pages: int) -> CheckpointConfig | None:
+    if not state_pages or not config.prefix_caching:
+        return None
+    interval = max(1, config.checkpoint_interval // config.block_size)
+
+    def keys_of(tokens: Tokens, num_blocks: int, namespace: Namespace) -> list[int]:
+        size = config.block_size * TOKEN_BYTES
+        data = bytes(tokens.slice(0, num_blocks * config.block_size))
+        return [int.from_bytes(digest[:8], "little") for digest in chain(data, size, namespace)]
+
+    return CheckpointConfig(state_pages, interval, CheckpointRetention, keys_of)
 
 
 def make_policy(
@@ -242,12 +258,21 @@ def build_backend(
 
 
 def _kv_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
-    """The configuration without a prefix cache, for a model with recurrent states."""
-    if capability.kv_schema is None or not capability.kv_schema.state_bytes:
+    """The configuration for this model. One line says what of a model with recurrent states is reused."""
+    schema = capability.kv_schema
+    if schema is None or not schema.state_bytes or not config.prefix_caching:
         return config
-    if config.prefix_caching:
-        log.warning("no prefix is reused: this model has recurrent states, of which no checkpoints are kept")
-    return config.model_copy(update={"prefix_caching": False})
+    if config.tenant_shares or config.class_shares:
+        log.warning("no prefix is reused: recurrent states do not go with shares of the pool")
+        return config.model_copy(update={"prefix_caching": False})
+    log.info(
+        "a prefix is reused from %d tokens on, where its recurrent state was kept; a kept state takes %d of "
+        "%d blocks",
+        schema.block_size,
+        schema.state_pages,
+        capability.num_blocks,
+    )
+    return config
 
 
 def build_engine(
@@ -272,6 +297,7 @@ def build_engine(
         capability.num_blocks,
         window=capability.sliding_window,
         groups=capability.kv_schema.groups if capability.kv_schema else (),
+        state_pages=capability.kv_schema.state_pages if capability.kv_schema else 0,
         max_chunk=config.scheduler.max_batched_tokens,
         swap=build_swap(capability),
         prefill_token_s=capability.prefill_token_s,

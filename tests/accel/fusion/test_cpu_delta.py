@@ -180,7 +180,7 @@ def test_a_layer_with_the_kernel_is_the_layer_in_torch(kernel: FusedKernel, dtyp
     )  # fmt: skip
     by_kernel = replace(by_torch, kernel=kernel)
     mine, theirs = (
-        LayerStates(torch.zeros(5, 3, spec.conv_channels, dtype=dtype), torch.zeros(5, *spec.state_shape))
+        LayerStates(torch.zeros(5, 3, spec.conv_channels, dtype=dtype), torch.zeros(5, *spec.state_shape), 0)
         for _ in range(2)
     )
     limit = next(t for t in kernel.tolerances if str(dtype).endswith(t.dtype))

@@ -106,7 +106,7 @@ def test_a_row_cannot_begin_behind_token_0_without_a_state(tmp_path: Path) -> No
 def test_an_engine_goes_on_after_a_failed_step(tmp_path: Path, overlap: bool) -> None:
     save_tiny(tmp_path, "qwen3-next")
     backend = RecordingBackend(tmp_path, num_blocks=64, block_size=4, max_num_seqs=4, threads=1)
-    settings_of = {"kv.block_size": 4, "engine.overlap": overlap}
+    settings_of = {"kv.block_size": 4, "kv.checkpoint_interval": 8, "engine.overlap": overlap}
     config = load_config(cli=settings_of, environ={}).config
 
     def answers(*, failing: bool) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ from collections import Counter
 from sagellm.benchmarks.checkpoints.groups import KVGroups
 from sagellm.benchmarks.checkpoints.tree import Path, Segment
 from sagellm.core.errors import BookkeepingError
-from sagellm.kvmgr.eviction.checkpoints.retention import Marginal
+from sagellm.core.protocols.checkpoints import Marginal
 
 
 class HybridCache:

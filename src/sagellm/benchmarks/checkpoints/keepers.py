@@ -148,7 +148,7 @@ class ValueKeeper:
         for depth in depths:
             self._cache.make(path.at(depth), depth)
         for depth in depths:
-            self.retention.made(keys[depth - 1], self._now_s)
+            self.retention.made(keys[depth - 1], depth, self._now_s)
         if path.segments:
             self._cache.evict_uncovered(path.segments[-1])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +37,7 @@ from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
-from sagellm.engines.native.recurrent.states import RecurrentStates, state_bytes
+from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, state_bytes
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.weights import num_parameters
@@ -148,6 +150,7 @@ class NativeBackend:
         self._draw = kernel_draw(draw) if draw else None
         lengths = (self._max_model_len, blocks, block_size)
         self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
+        self._kept: defaultdict[int, list[KeptPart]] = defaultdict(list)
         self._measure_returning(num_weights, prefill=measure_prefill)
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
@@ -269,13 +272,24 @@ class NativeBackend:
                 return self._compute(plan)
             if plan.chains:
                 raise PlanError("a model with recurrent states computes no chains: its states do not go back")
-            with states.moved_on((*plan.decode_rows, *(op.row for op in plan.prefills))):
-                return self._compute(plan)
+            starts = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
+            starts |= {op.row: op.start for op in plan.prefills}
+            with states.moved_on(list(starts)):
+                self._kept = defaultdict(list)
+                for row, num_tokens, _ in plan.kept_states:
+                    part = KeptPart(num_tokens - starts[row], self._kv.state_buffer())
+                    self._kept[row].append(part)
+                result = self._compute(plan)
+                for row, _, pages in plan.kept_states:
+                    self._kv.save_state(self._kept[row].pop(0).buffer, pages)
+                return result
 
     def _begin(self, plan: ExecutionPlan) -> None:
         self._rows.apply(plan, self._device)
-        if self._kv.states is not None:
-            self._kv.states.begin(plan.joined)
+        states = self._kv.states
+        for join in plan.joined if states is not None else ():
+            assert states is not None
+            states.begin(join, self._kv.load_state(join.state_pages) if join.state_pages else None)
 
     def _compute(self, plan: ExecutionPlan) -> StepResult:
         scored = self._rows.scored(plan) if plan.prefills else ()
@@ -339,6 +353,8 @@ class NativeBackend:
             plan, self._planner, self._model.kinds, self._device, scored,
             recurrent=self._kv.states is not None,
         )  # fmt: skip
+        if inputs.recurrent is not None:
+            inputs = replace(inputs, recurrent=replace(inputs.recurrent, kept=self._kept))
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
             self._kv.clear_blocks(fresh)

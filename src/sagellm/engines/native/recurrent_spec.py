@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 
 
@@ -59,9 +60,12 @@ class DeltaSpec:
         return self.value_heads, self.key_dim, self.value_dim
 
     def state_bytes(self, itemsize: int, wide_itemsize: int) -> int:
-        """Bytes of all layers' states of one sequence; matrix states have the wide numbers."""
+        """Bytes of all layers' states of one sequence; matrix states have the wide numbers.
+
+        Those of a layer are a multiple of 8.
+        """
         conv, matrix = (self.conv_width - 1) * self.conv_channels, math.prod(self.state_shape)
-        return sum(self.layers) * (conv * itemsize + matrix * wide_itemsize)
+        return sum(self.layers) * 8 * cdiv(conv * itemsize + matrix * wide_itemsize, 8)
 
     def input_order(self) -> tuple[int, ...]:
         """The stored rows of queries, keys, values and output gates, in that order."""

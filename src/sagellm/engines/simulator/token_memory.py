@@ -7,17 +7,17 @@ matched for the wrong prefix changes the answer, or is found as a missing positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import BlockCopy, ExecutionPlan, StepResult
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, KVGroup, TokenLogprob, Tokens
 
 _Slot = tuple[int, int, int] | None
-"""Token, position and KV group."""
+"""Token, position and KV group; of a kept state a hash of its tokens, their number, and a negative part."""
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class _Row:
     tokens: Tokens
     blocks: list[int]
     wants_logprobs: bool
+    num_in_state: int
 
 
 class TokenMemoryBackend:
@@ -44,12 +45,17 @@ class TokenMemoryBackend:
         sliding_window: int | None = None,
         num_host_blocks: int = 0,
         windows: Sequence[int | None] = (None,),
+        state_pages: int = 0,
     ) -> None:
-        """`windows`: one KV group of one layer for each, if there are several."""
+        """`windows`: one KV group of one layer for each, if there are several.
+
+        With `state_pages` a row has a recurrent state too; a checkpoint of it takes so many blocks.
+        """
         groups = tuple(KVGroup((i,), window) for i, window in enumerate(windows))
         schema = KVCacheSchema(
-            len(groups), 1, 1, "int8", block_size, "tokens", groups=groups if len(groups) > 1 else ()
-        )
+            len(groups), 1, 1, "int8", block_size, "tokens", groups=groups if len(groups) > 1 else (),
+            state_bytes=2 * block_size * state_pages,
+        )  # fmt: skip
         self._windows = [sliding_window, *windows[1:]]
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
@@ -80,7 +86,9 @@ class TokenMemoryBackend:
         for join in plan.joined:
             wants_logprobs = join.params.logprobs is not None
             tokens, block_ids = Tokens.frombytes(join.tokens), list(join.block_ids)
-            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs)
+            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs, join.num_computed)
+            if self.get_kv_schema().state_bytes and join.num_computed:
+                self._restore(tokens, join)
         for delta in plan.table_deltas:
             self._rows[delta.row].blocks[delta.first :] = delta.block_ids
         for copy in plan.copies:
@@ -88,12 +96,7 @@ class TokenMemoryBackend:
         chains = dict(plan.chains)
         if not chains.keys() <= set(plan.decode_rows):
             raise BookkeepingError(f"rows {sorted(chains)} have chains, rows {plan.decode_rows} decode")
-        for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-            proposed = chains.get(row, ())
-            self._rows[row].tokens.extend(proposed)
-            self._compute(row, position, position + 1 + len(proposed))
-        for op in plan.prefills:
-            self._compute(op.row, op.start, op.start + op.num_tokens)
+        self._compute_all(plan, chains)
         drawn = {row: self._draw_chain(row, chains.get(row, ())) for row in plan.sample_rows}
         logprobs = {}
         for number, own in drawn.items():
@@ -105,6 +108,49 @@ class TokenMemoryBackend:
         token_ids = tuple(token_id for own in drawn.values() for token_id in own)
         num_accepted = tuple(len(drawn[number]) - 1 for number in chains)
         return StepResult(plan.step, token_ids, logprobs, num_accepted=num_accepted)
+
+    def _state_slots(self, tokens: Tokens, num_tokens: int, pages: Sequence[int]) -> dict[int, _Slot]:
+        """What the slots of a checkpoint hold."""
+        digest = hash(tokens.slice(0, num_tokens).tobytes())
+        size = self._capability.block_size
+        return {
+            page * size + offset: (digest, num_tokens, -1 - part)
+            for part, page in enumerate(pages)
+            for offset in range(size)
+        }
+
+    def _keep(self, kept: KeptState) -> None:
+        if len(kept.pages) != self.get_kv_schema().state_pages:
+            raise BookkeepingError(f"{len(kept.pages)} blocks are no checkpoint")
+        for slot, entry in self._state_slots(
+            self._rows[kept.row].tokens, kept.num_tokens, kept.pages
+        ).items():
+            self._memory[slot] = entry
+
+    def _restore(self, tokens: Tokens, join: Join) -> None:
+        if len(join.state_pages) != self.get_kv_schema().state_pages:
+            raise BookkeepingError(f"{join.request_id} joins at {join.num_computed} without a state")
+        for slot, entry in self._state_slots(tokens, join.num_computed, join.state_pages).items():
+            if self._memory[slot] != entry:
+                raise BookkeepingError(
+                    f"{join.request_id}: slot {slot} has not the state: {self._memory[slot]}"
+                )
+
+    def _compute_all(self, plan: ExecutionPlan, chains: Mapping[int, tuple[int, ...]]) -> None:
+        """Compute what the plan says, and keep states on the way."""
+        for kept in plan.kept_states:
+            if kept.num_tokens == self._rows[kept.row].num_in_state:
+                self._keep(kept)
+        for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+            proposed = chains.get(row, ())
+            self._rows[row].tokens.extend(proposed)
+            self._compute(row, position, position + 1 + len(proposed))
+        for op in plan.prefills:
+            before = self._rows[op.row].num_in_state
+            self._compute(op.row, op.start, op.start + op.num_tokens)
+            for kept in plan.kept_states:
+                if kept.row == op.row and before < kept.num_tokens <= op.start + op.num_tokens:
+                    self._keep(kept)
 
     def close(self) -> None:
         self._rows.clear()
@@ -131,6 +177,11 @@ class TokenMemoryBackend:
         row = self._rows[row_id]
         if end > len(row.tokens):
             raise BookkeepingError(f"row {row_id}: computes up to {end}, it has {len(row.tokens)} tokens")
+        if self.get_kv_schema().state_bytes and row.num_in_state != start:
+            raise BookkeepingError(
+                f"row {row_id}: the state is that of {row.num_in_state} tokens, not {start}"
+            )
+        row.num_in_state = end
         for group, window in enumerate(self._windows):
             for position in range(start, end):
                 self._memory[self._slot(row, position, group)] = (row.tokens[position], position, group)

@@ -1,8 +1,17 @@
 """`KVCacheManager`: which request has which KV block, and what stays when the request leaves."""
 
 from sagellm.kvmgr.manager.allocator import BlockAllocator
+from sagellm.kvmgr.manager.checkpoints import CheckpointConfig
 from sagellm.kvmgr.manager.manager import BlockStates, Fragmentation, KVCacheManager
 from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.swap import SwapSpace
 
-__all__ = ["BlockAllocator", "BlockStates", "Fragmentation", "KVCacheManager", "Quotes", "SwapSpace"]
+__all__ = [
+    "BlockAllocator",
+    "BlockStates",
+    "CheckpointConfig",
+    "Fragmentation",
+    "KVCacheManager",
+    "Quotes",
+    "SwapSpace",
+]

@@ -109,6 +109,8 @@ class BlockAllocator:
         self.num_changes = 0
         self._in_need: RequestBlocks | None = None
         self._windows = windows
+        if groups is not None and groups.checkpoints is not None:
+            groups.checkpoints.make_room = self.drop_checkpoints
         self._groups = groups
         self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
         self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
@@ -224,6 +226,8 @@ class BlockAllocator:
         if self._groups is not None:
             for kept in (False, True):
                 self._groups.free_detached(self._groups.shed(self.pool.total_blocks, kept=kept))
+            if self._groups.checkpoints is not None:
+                self._groups.free_detached(self._groups.checkpoints.clear())
         if self.quota is not None:
             while sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
                 pass
@@ -257,11 +261,25 @@ class BlockAllocator:
         """Have so many pages free. What no prefix needs goes first, then whole blocks, then kept windows."""
         pool, index = self.pool, self.index
         groups.free_detached(groups.shed(num_pages - pool.num_free))
+        self.drop_checkpoints(num_pages)
         while (missing := num_pages - pool.num_free) > 0 and index.num_evictable:
             wanted = max(cdiv(missing, groups.per_block), self._num_together)
             evicted = index.evict(min(wanted, index.num_evictable))
             self._return(evicted or array("i"), NO_ACCOUNT, "capacity")
         groups.free_detached(groups.shed(num_pages - pool.num_free, kept=True))
+        if groups.checkpoints is not None:
+            groups.checkpoints.drop_pending(num_pages - pool.num_free)
+
+    def drop_checkpoints(self, num_pages: int) -> None:
+        """Drop checkpoints, and the blocks that only they needed, until so many are free."""
+        groups = self._groups
+        if groups is None or groups.checkpoints is None:
+            return
+        while self.pool.num_free < num_pages and groups.checkpoints.num_droppable:
+            pages, leads = groups.checkpoints.drop_least()
+            self.num_changes += 1
+            groups.free_detached(pages)
+            self._return(leads, NO_ACCOUNT, "capacity")
 
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
         while (missing := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:

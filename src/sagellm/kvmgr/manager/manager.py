@@ -53,6 +53,7 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.types import NO_ACCOUNT, BlockIds, KVGroup, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
+from sagellm.kvmgr.manager.checkpoints import CheckpointConfig, Checkpoints
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.page_groups import PageGroups
 from sagellm.kvmgr.manager.prefix_sharing import (
@@ -92,7 +93,8 @@ class KVCacheManager:
     nothing is matched or kept. `index_as_computed`: the blocks of a prompt enter the index with each chunk,
     not when all of it is computed. `window`: no token attends further back than this; blocks behind it are
     freed before anything cached is evicted. `groups`: the KV groups of the model, if it has several;
-    `max_chunk`: the most tokens of a request that a step computes. `sharing_groups`: by tenant, the group
+    `max_chunk`: the most tokens of a request that a step computes. `checkpoints`: how recurrent states are
+    kept, for a model that has any. `sharing_groups`: by tenant, the group
     with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `swap`:
     host memory for the KV of preempted requests; `prefill_token_s`: seconds to compute a token of it again.
     """
@@ -108,6 +110,7 @@ class KVCacheManager:
         window: int | None = None,
         groups: Sequence[KVGroup] = (),
         max_chunk: int = 1,
+        checkpoints: CheckpointConfig | None = None,
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         swap: SwapSpace | None = None,
@@ -120,43 +123,35 @@ class KVCacheManager:
             raise ValueError(f"block sizes differ: index {index.block_size}, pool {pool.block_size}")
         now, sharing = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
         self.index, self.pool, self.quota = index, pool, quota
-        self.metrics, self.misses, self.swap = metrics, misses, swap
-        self.num_groups = max(1, len(groups))
-        self.window, has_windows = window, window is not None or self.num_groups > 1
-        self.block_size = pool.block_size
-        self.prefix_caching = prefix_caching
+        self.metrics, self.misses, self.swap, self.num_groups = metrics, misses, swap, max(1, len(groups))
+        self.window, has_pages = window, self.num_groups > 1 or checkpoints is not None
+        self.block_size, self.prefix_caching = pool.block_size, prefix_caching
         self.index_as_computed = index_as_computed
         self.namespace_of = sharing.namespace_of
         self._tables = BlockTables(pool)
         self._tails = SharedTails(self._tables, pool.block_size)
-        if len(groups) > 1 and (quota is not None or swap is not None or window is not None):
-            raise ValueError("several KV groups go with neither quotas nor swap space")
-        self._pages = PageGroups(groups, pool, self._tables, max_chunk) if len(groups) > 1 else None
+        if has_pages and (quota is not None or swap is not None or window is not None):
+            raise ValueError("KV groups and recurrent states go with neither quotas nor swap space")
+        self.checkpoints = (
+            None if checkpoints is None else Checkpoints(index, pool, checkpoints, self.namespace_of, now)
+        )
+        self._pages = (
+            PageGroups(groups, pool, self._tables, max_chunk, self.checkpoints) if has_pages else None
+        )
         windows = SlidingWindows(window, self._tables, self._tails, pool, self._pages)
         self.allocator = BlockAllocator(index, pool, quota, windows, self._pages)
         if misses is not None:
             misses.evictions_are_for(lambda: self.allocator.evictor)
-        self._registrar = PrefixRegistrar(
-            index, pool, self._tables, sharing, self._pages, prefix_caching=prefix_caching
-        )
+        parts = index, pool, self._tables, sharing, self._pages
+        self._registrar = PrefixRegistrar(*parts, prefix_caching=prefix_caching)
         self.is_published = self._registrar.is_published
-        self._publishes_early = index_as_computed and prefix_caching and not has_windows
+        self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
         self.hints = KVHints(index, sharing.namespace_of, now)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share)
         self.quotes = Quotes(
-            self._tables,
-            self.allocator,
-            windows,
-            self._registrar,
-            self._tails,
-            sharing,
-            self._pages,
-            swap,
-            metrics,
-            now,
-            prefix_caching=prefix_caching,
-            prefill_token_s=prefill_token_s,
-        )
+            self._tables, self.allocator, windows, self._registrar, self._tails, sharing, self._pages, swap,
+            metrics, now, prefix_caching, prefill_token_s,
+        )  # fmt: skip
 
     # -- what running requests hold
 
@@ -166,6 +161,12 @@ class KVCacheManager:
         With several KV groups each position has a block of each, in order of the groups, or `NO_PAGE`.
         """
         return self._tables[request_id].table()
+
+    def state_pages(self, request_id: str) -> tuple[int, ...]:
+        """The checkpoint with which an admitted request begins; empty for a model without."""
+        if self.checkpoints is None:
+            return ()
+        return self.checkpoints.pages_of(self._tables[request_id])
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that the blocks of a running request can hold."""
@@ -217,6 +218,8 @@ class KVCacheManager:
                     binding.copies += self._copies_for(chunk.state.request_id, chunk.hit)
             if early and self._publishes_early:
                 self._publish(chunks)
+            if self.checkpoints is not None:
+                self._keep_states(binding, self.checkpoints, chunks, decodes=first_bind)
         except Exception:
             self._undo(binding, num_bound, decodes=first_bind)
             del binding.copies[num_copies:]
@@ -329,6 +332,8 @@ class KVCacheManager:
             self._pages is not None
         ):  # not when they were bound: a step in flight may still fail and be repeated
             self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
+        if self.checkpoints is not None:
+            self.checkpoints.executed(binding, self._tables.find)
         if self.swap is not None and self.swap.num_used:
             self.swap.copied(binding.draft.swapped)
             for chunk in binding.draft.admitted():
@@ -364,7 +369,7 @@ class KVCacheManager:
         elif was_published or prompt > blocks.num_shared * self.block_size:
             self._registrar.register(blocks, prompt)
             group = state.request.group
-            if group is not None and self.prefix_caching:
+            if group is not None and self.prefix_caching and self.checkpoints is None:
                 self._tails.offer(group, blocks)
 
     def fork(self, state: RequestState, group: str) -> None:
@@ -375,7 +380,7 @@ class KVCacheManager:
         """
         blocks = self._blocks_of(state, "fork")
         self._registrar.register(blocks, state.num_computed)
-        if self.prefix_caching:
+        if self.prefix_caching and self.checkpoints is None:  # a partial block has no state
             self._tails.offer(group, blocks, replace=True)
 
     def release(self, state: RequestState, *, keep: bool = True, ended: bool = True) -> None:
@@ -510,6 +515,16 @@ class KVCacheManager:
             self._tables.note_appended(binding, states, firsts, block_ids)
         self._tables.note_unsent(binding)
 
+    def _keep_states(
+        self, binding: Binding, checkpoints: Checkpoints, chunks: Iterable[Chunk], *, decodes: bool
+    ) -> None:
+        """Choose which recurrent states the step keeps, once all its requests have their blocks."""
+        for chunk in chunks:
+            checkpoints.keep_in_chunk(binding, self._tables[chunk.state.request_id], chunk)
+        for state in dict.fromkeys(binding.appended_to) if decodes else ():
+            blocks = self._tables[state.request_id]
+            checkpoints.keep_before_decode(binding, blocks, len(blocks.block_ids) - 1)
+
     def _append_chunk_blocks(self, bound: ChunkBlocks) -> None:
         blocks = self._tables[bound.chunk.state.request_id]
         held = len(blocks.block_ids)
@@ -533,6 +548,8 @@ class KVCacheManager:
 
         With `decodes`, also those appended to requests in decode.
         """
+        if self.checkpoints is not None:
+            self.checkpoints.undo(binding, self._tables.find)
         if decodes:
             for state in binding.appended_to:
                 appended = self._tables.find(state)

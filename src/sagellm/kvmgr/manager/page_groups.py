@@ -28,6 +28,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import BlockIds, KVGroup
+from sagellm.kvmgr.manager.checkpoints import Checkpoints
 from sagellm.kvmgr.manager.tables import (
     INDEX_OWNER,
     BlockTables,
@@ -222,13 +223,21 @@ class PageGroups:
     all requests that their windows have passed.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], pool: KVPool, tables: BlockTables, max_chunk: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        pool: KVPool,
+        tables: BlockTables,
+        max_chunk: int,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
         counts = Counter(group.window for group in groups[1:])
         if [group.window for group in groups[1:]] != list(counts.elements()):
             raise ValueError("KV groups with the same window must follow each other")
         self._pool, self._tables, self._block_size = pool, tables, pool.block_size
         self.rules = [WindowPages(window, count, pool.block_size) for window, count in counts.items()]
-        self.per_block = len(groups)
+        self.per_block = max(1, len(groups))
+        self.checkpoints = checkpoints
         self.num_passed = 0
         self._with_passed: dict[RequestBlocks, None] = {}
         self._detached = array("i")  # from all blocks, not yet back in the pool
@@ -237,6 +246,16 @@ class PageGroups:
     # -- prefix hits
 
     def servable(self, leads: Sequence[int]) -> int:
+        """The longest prefix of these leading blocks from which all groups can go on."""
+        longest = self._with_windows(leads)
+        while self.checkpoints is not None:
+            kept = self.checkpoints.servable(leads[:longest])
+            longest = self._with_windows(leads[:kept])
+            if longest == kept:
+                break
+        return longest
+
+    def _with_windows(self, leads: Sequence[int]) -> int:
         """The longest prefix of these leading blocks whose last windows all groups have."""
         longest = at = len(leads)
         windowed = [rule for rule in self.rules if rule.window is not None]
@@ -253,11 +272,15 @@ class PageGroups:
         """Keep what a prefix with these leading blocks needs, until `let_go`."""
         for rule in self.rules:
             rule.need(leads[rule.first_needed(len(leads) * self._block_size) :])
+        if self.checkpoints is not None and leads:
+            self.checkpoints.need(leads[-1])
 
     def let_go(self, leads: Sequence[int]) -> None:
         """Undo `hold`."""
         for rule in self.rules:
             rule.pass_by(leads[rule.first_needed(len(leads) * self._block_size) :])
+        if self.checkpoints is not None and leads:
+            self.checkpoints.let_go(leads[-1])
 
     # -- running requests
 
@@ -286,6 +309,8 @@ class PageGroups:
             end = next(filter(rule.has_end, reversed(leads)), None)
             blocks.pages.append(RequestPages(own, tables, len(leads), first, end))
             rule.need(leads[first:])
+        if self.checkpoints is not None:
+            self.checkpoints.admit(blocks)
 
     def append(self, blocks: RequestBlocks, num_blocks: int) -> None:
         """Append pages for so many blocks to every table. Enough are free.
@@ -362,6 +387,8 @@ class PageGroups:
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
             pages.end = rule.add_end(leads, pages.end)
         self.free_detached(duplicates)
+        if self.checkpoints is not None:
+            self.checkpoints.registered(blocks)
 
     def release(self, blocks: RequestBlocks) -> None:
         """The request leaves the batch; its own pages are free."""
@@ -370,12 +397,15 @@ class PageGroups:
             self.num_passed -= rule.num_groups * pages.num_passed
         self._with_passed.pop(blocks, None)
         blocks.pages.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.release(blocks)
 
     # -- memory
 
     def num_evictable(self, num_leads: int) -> int:
         """Attached pages that can go; `num_leads` leading blocks are evictable."""
-        return sum(
+        states = 0 if self.checkpoints is None else self.checkpoints.num_evictable_pages
+        return states + sum(
             rule.num_groups * (num_leads if rule.window is None else rule.num_unneeded) for rule in self.rules
         )
 
@@ -480,11 +510,13 @@ class PageGroups:
         gone = array("i")
         for rule in self.rules:
             gone += rule.evicted(leads)
-        return gone
+        return gone if self.checkpoints is None else gone + self.checkpoints.evicted(leads)
 
     def all_pages(self) -> BlockIds:
         """Every attached page, and those that are detached and not yet free."""
         pages = array("i", [page for rule in self.rules for ids in rule.attached.values() for page in ids])
+        if self.checkpoints is not None:
+            pages += self.checkpoints.all_pages()
         return pages + self._detached
 
     def remap(self, moves: Mapping[int, int]) -> None:
@@ -492,6 +524,8 @@ class PageGroups:
         self._detached = array("i", [moves.get(page, page) for page in self._detached])
         for rule in self.rules:
             rule.remap(moves)
+        if self.checkpoints is not None:
+            self.checkpoints.remap(moves)
         for blocks in self._tables:
             for pages in blocks.pages:
                 pages.remap(moves)
@@ -499,6 +533,8 @@ class PageGroups:
     def check(self, index: PrefixReuseIndex, held: Sequence[PrefixHit]) -> None:
         """Raise `BookkeepingError` where tables, pages and index disagree; `held` are held besides."""
         indexed = set(index.all_block_ids())
+        if self.checkpoints is not None:
+            self.checkpoints.check(self._tables, held)
         passed = {blocks: self.num_passed_of(blocks) for blocks in self._tables}
         if self.num_passed != sum(passed.values()) or self._with_passed.keys() != set(
             filter(passed.get, passed)

@@ -79,6 +79,8 @@ class PrefixRegistrar:
         request goes on with those; its own duplicates are freed.
         """
         block_size, shared = self._pool.block_size, blocks.num_shared
+        if self._pages is not None and self._pages.checkpoints is not None and self._prefix_caching:
+            num_tokens = self._pages.checkpoints.deepest(blocks, num_tokens)
         whole = num_tokens // block_size
         if not self._prefix_caching or blocks.is_windowed or whole <= shared:
             return None

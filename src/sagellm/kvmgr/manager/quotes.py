@@ -31,7 +31,6 @@ class Quotes:
         swap: SwapSpace | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
-        *,
         prefix_caching: bool,
         prefill_token_s: float,
     ) -> None:

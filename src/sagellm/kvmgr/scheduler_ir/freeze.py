@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import BlockTableDelta, Chain, Chunk, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import BlockTableDelta, Chain, Chunk, ExecutionPlan, Join, KeptState, Prefill, Transfer
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 
 
@@ -15,6 +15,9 @@ class BlockTableSource(Protocol):
     """The block tables of all running requests."""
 
     def block_table(self, request_id: str) -> Sequence[int]: ...
+
+    def state_pages(self, request_id: str) -> tuple[int, ...]:
+        """The checkpoint that an admitted request begins with."""
 
 
 def freeze(
@@ -43,6 +46,9 @@ def freeze(
             ]
         ),
         copies=tuple(binding.copies),
+        kept_states=tuple(
+            [KeptState(state.row, num_tokens, pages) for state, num_tokens, pages in binding.kept_states]
+        ),
         transfers=tuple(_transfers(draft.transfers, tables)) if draft.transfers else (),
         placements=tuple(draft.placements.items()),
         preempted=tuple([state.request_id for state in draft.preempted]),
@@ -64,6 +70,7 @@ def _join(chunk: Chunk, tables: BlockTableSource) -> Join:
         tuple(tables.block_table(state.request_id)),
         state.request.params,
         state.request.eos_token_ids,
+        tables.state_pages(state.request_id),
     )
 
 

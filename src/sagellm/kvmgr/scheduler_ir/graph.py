@@ -20,6 +20,7 @@ from sagellm.core.ir import (
     DecodeOp,
     InstanceStep,
     JoinOp,
+    KeepOp,
     LeaveOp,
     Operation,
     Phase,
@@ -35,6 +36,7 @@ from sagellm.core.plan import (
     Chain,
     ExecutionPlan,
     Join,
+    KeptState,
     PhasePlacement,
     Prefill,
     Transfer,
@@ -103,6 +105,7 @@ class IRGraph:
             chains=tuple(Chain(op.row, op.chain) for op in decodes if op.chain),
             prefills=tuple(_record(op, Prefill) for op in only_of(ops, PrefillOp)),
             copies=tuple(_record(op, BlockCopy) for op in only_of(ops, CopyOp)),
+            kept_states=tuple(KeptState(op.row, op.num_tokens, op.pages) for op in only_of(ops, KeepOp)),
             transfers=tuple(_record(op, Transfer) for op in only_of(ops, TransferOp)),
             preempted=tuple(op.request_id for op in only_of(ops, PreemptOp)),
             rejected=tuple((op.request_id, op.reason) for op in only_of(ops, RejectOp)),
@@ -193,6 +196,9 @@ class _Derivation:
             self._reads[source].append(op_id)
             self._writes[target].append(op_id)
         self._compute(plan)
+        for kept in plan.kept_states:
+            occupant = self._names.get(kept.row)
+            self._add(KeepOp, self._computes[occupant], request_id=occupant, **kept._asdict())
         for transfer in plan.transfers:
             known = self._computes.get(transfer.request_id)
             self._add(TransferOp, self._computes[None] if known is None else known, **_fields_of(transfer))

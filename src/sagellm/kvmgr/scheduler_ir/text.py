@@ -30,6 +30,7 @@ from sagellm.core.ir import (
     DecodeOp,
     InstanceStep,
     JoinOp,
+    KeepOp,
     LeaveOp,
     Operation,
     Phase,
@@ -417,6 +418,7 @@ JOIN = (
     Part("tokens", "tokens", TOKENS, "token ids"),
     Part("params", "params", PARAMS, "sampling parameters as a JSON object", default=DEFAULT_PARAMS),
     Part("eos", "eos_token_ids", NUMBER_SET, "token ids", default=frozenset()),
+    Part("state", "state_pages", NUMBERS, "the blocks of a recurrent state", default=()),
 )
 PREFILL = (
     *IN_ROW,
@@ -437,6 +439,11 @@ DECODE = (
     Part("at", "position", INTEGER, "a position"),
     Part("chain", "chain", NUMBERS, "the proposed tokens", default=()),
 )
+KEEP = (
+    *MAYBE_IN_ROW,
+    Part("behind", "num_tokens", INTEGER, "a number of tokens"),
+    Part("in", "pages", NUMBERS, "the blocks of a recurrent state"),
+)
 TABLE = (*MAYBE_IN_ROW, Part("from", "first", INTEGER, "an index into the table"), BLOCKS)
 FORMS: Mapping[str, OperationForm] = {
     "preempt": OperationForm(PreemptOp, (REQUEST,)),
@@ -449,5 +456,6 @@ FORMS: Mapping[str, OperationForm] = {
     "copy": OperationForm(CopyOp, COPY),
     "decode": OperationForm(DecodeOp, DECODE),
     "prefill": OperationForm(PrefillOp, PREFILL),
+    "keep": OperationForm(KeepOp, KEEP),
     "transfer": OperationForm(TransferOp, (REQUEST, BLOCKS, Part("to", "target_instance", INSTANCE))),
 }

@@ -23,6 +23,7 @@ from sagellm.core.ir import (
     CopyOp,
     DecodeOp,
     JoinOp,
+    KeepOp,
     LeaveOp,
     Operation,
     Phase,
@@ -391,6 +392,28 @@ def _block_problems(ops: Sequence[Operation], accesses: Sequence[Access], order:
             yield from _race_problems(copy, access, order)
     for transfer in only_of(ops, TransferOp):
         yield from _transfer_problems(transfer, accesses, order)
+    yield from _keep_problems(ops, accesses)
+
+
+def _keep_problems(ops: Sequence[Operation], accesses: Sequence[Access]) -> Iterator[str]:
+    """Kept states that their rows do not pass, or in blocks that are taken."""
+    computes = {op.row: op for op in ops if isinstance(op, ComputeOp)}
+    taken: dict[int, Operation] = {}
+    for access in accesses:
+        taken.update(dict.fromkeys(access.reads | access.writes, access.op))
+    for join in only_of(ops, JoinOp):
+        taken.update(dict.fromkeys(join.state_pages, join))
+    for op in only_of(ops, KeepOp):
+        compute = computes.get(op.row)
+        if compute is None:
+            yield f"{op.name} keeps the state of row {op.row}, which computes nothing"
+        elif not compute.start <= op.num_tokens <= compute.end:
+            span = f"[{compute.start}, {compute.end}]"
+            yield f"{op.name} keeps a state behind {op.num_tokens} tokens; {compute.name} passes {span}"
+        for page in op.pages:
+            other = taken.setdefault(page, op)
+            if other is not op:
+                yield f"{op.name} writes block {page}, which {other.name} has"
 
 
 def _accesses(
@@ -424,6 +447,8 @@ def _id_problems(ops: Sequence[Operation], accesses: Sequence[Access]) -> Iterat
             ids = op.block_ids
         elif isinstance(op, CopyOp):
             ids = (op.source[1], op.target[1])
+        elif isinstance(op, KeepOp):
+            ids = op.pages
         if any(block < 0 for block in ids):
             yield f"{op.name} names block {min(ids)}; blocks are numbered from 0 on"
 

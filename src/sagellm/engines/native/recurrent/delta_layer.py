@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.recurrent.delta_rule import DeltaInputs, chunks, token, unit
-from sagellm.engines.native.recurrent.states import LayerStates, RecurrentRows, RecurrentSpan
+from sagellm.engines.native.recurrent.states import LayerStates, RecurrentRows
 from sagellm.engines.native.recurrent_spec import DeltaSpec
 
 if TYPE_CHECKING:
@@ -41,11 +40,13 @@ class DeltaLayer:
         """The layer's output [T, hidden] for `x` [T, hidden]. Moves the states of all rows on."""
         mixed, gates, count = self.into(x), self.gates(x), len(rows.decode)
         parts: list[torch.Tensor] = []
+        for row in rows.kept:
+            states.keep(rows, row, 0)
         if count:
             decode = self._decoded if self.kernel is None else self._decoded_by_kernel
             parts.append(decode(mixed[:count], gates[:count], rows.decode, states))
         if rows.prefill:
-            parts.append(self._prefilled(mixed, gates, rows.prefill, states))
+            parts.append(self._prefilled(mixed, gates, rows, states))
         return self.output(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def _decoded_by_kernel(
@@ -70,19 +71,24 @@ class DeltaLayer:
         return self._gated(outputs, gate)
 
     def _prefilled(
-        self, mixed: torch.Tensor, gates: torch.Tensor, spans: Sequence[RecurrentSpan], states: LayerStates
+        self, mixed: torch.Tensor, gates: torch.Tensor, rows: RecurrentRows, states: LayerStates
     ) -> torch.Tensor:
-        """The tokens of all `spans`: the output's input [tokens, value size]."""
+        """The tokens of all prefill spans: the output's input [tokens, value size]."""
         mixed, gate = self._split(mixed)
         log_decay, beta = self._rates(gates)
         parts: list[torch.Tensor] = []
-        for first, num_tokens, row in spans:
-            last = first + num_tokens
-            window = torch.cat([states.conv[row], mixed[first:last]])
-            states.conv[row] = window[num_tokens:]
-            inputs = self._inputs(self._convolved(window[None])[0], log_decay[first:last], beta[first:last])
-            outputs, states.matrix[row] = chunks(inputs, states.matrix[row])
-            parts.append(self._gated(outputs, gate[first:last]))
+        for start, num_tokens, row in rows.prefill:
+            first = start
+            for after in rows.cuts(row, num_tokens):
+                last = start + after
+                window = torch.cat([states.conv[row], mixed[first:last]])
+                states.conv[row] = window[last - first :]
+                convolved = self._convolved(window[None])[0]
+                inputs = self._inputs(convolved, log_decay[first:last], beta[first:last])
+                outputs, states.matrix[row] = chunks(inputs, states.matrix[row])
+                parts.append(self._gated(outputs, gate[first:last]))
+                states.keep(rows, row, after)
+                first = last
         return torch.cat(parts)
 
     def _split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

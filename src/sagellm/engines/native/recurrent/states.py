@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,21 +32,55 @@ class RecurrentSpan(NamedTuple):
 class RecurrentRows:
     """Which flat tokens continue which states.
 
-    The first `decode` [D] tokens are one of each of these rows; the others belong to `prefill`.
+    The first `decode` [D] tokens are one of each of these rows; the others belong to `prefill`. `kept`: by
+    row, the states that the step keeps.
     """
 
     decode: torch.Tensor
     prefill: Sequence[RecurrentSpan]
+    kept: Mapping[int, Sequence[KeptPart]] = field(default_factory=dict)
+
+    def cuts(self, row: int, num_tokens: int) -> list[int]:
+        """Behind which tokens a state is kept, and behind the last of `num_tokens`."""
+        inside = {part.after for part in self.kept.get(row, ()) if 0 < part.after < num_tokens}
+        return [*sorted(inside), num_tokens]
+
+
+class KeptPart(NamedTuple):
+    """A state that is kept `after` so many tokens of the step, in `buffer`."""
+
+    after: int
+    buffer: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
     """The states of one layer. `conv` [rows, width - 1, channels]: the last inputs of the convolution;
-    `matrix` [rows, heads, key, value], in float32 or float64.
+    `matrix` [rows, heads, key, value], in float32 or float64. A kept state has them from `first_byte` on.
     """
 
     conv: torch.Tensor
     matrix: torch.Tensor
+    first_byte: int
+
+    def keep(self, rows: RecurrentRows, row: int, after: int) -> None:
+        """Copy the states of a row where one is kept `after` so many tokens."""
+        for part in rows.kept.get(row, ()):
+            if part.after == after:
+                for own, kept in self._pairs(row, part.buffer):
+                    kept.copy_(own)
+
+    def restore(self, row: int, kept_state: torch.Tensor) -> None:
+        """Let a row begin with a kept state."""
+        for own, kept in self._pairs(row, kept_state):
+            own.copy_(kept)
+
+    def _pairs(self, row: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        first = self.first_byte
+        for own in (self.matrix[row].view(-1), self.conv[row].view(-1)):
+            last = first + own.nbytes
+            yield own, buffer[first:last].view(own.dtype)
+            first = last
 
 
 def state_bytes(spec: ModelSpec | BridgedSpec, dtype: torch.dtype) -> int:
@@ -66,10 +100,16 @@ class RecurrentStates:
         zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
         wide = torch.promote_types(dtype, torch.float32)
         conv, matrix = (max_rows, spec.conv_width - 1, spec.conv_channels), (max_rows, *spec.state_shape)
-        self.layers = [
-            LayerStates(zeros(conv, dtype=dtype), zeros(matrix, dtype=wide)) if is_recurrent else None
-            for is_recurrent in spec.layers
-        ]
+        self.num_bytes = 0
+        self.layers: list[LayerStates | None] = []
+        for is_recurrent in spec.layers:
+            if not is_recurrent:
+                self.layers.append(None)
+                continue
+            self.layers.append(
+                LayerStates(zeros(conv, dtype=dtype), zeros(matrix, dtype=wide), self.num_bytes)
+            )
+            self.num_bytes += spec.state_bytes(dtype.itemsize, wide.itemsize) // sum(spec.layers)
         self._void: set[int] = set()
 
     def of(self, layer: int) -> LayerStates:
@@ -78,17 +118,19 @@ class RecurrentStates:
         assert states is not None
         return states
 
-    def begin(self, joins: Iterable[Join]) -> None:
-        """Rows begin with token 0. Raises `PlanError` for one that begins behind it."""
-        for join in joins:
-            if join.num_computed:
-                raise PlanError(
-                    f"{join.request_id} joins at token {join.num_computed} without the recurrent state there"
-                )
-            for states in filter(None, self.layers):
+    def begin(self, join: Join, kept_state: torch.Tensor | None) -> None:
+        """A row begins with a kept state, or with token 0. Raises `PlanError` for one that has neither."""
+        if join.num_computed and kept_state is None:
+            raise PlanError(
+                f"{join.request_id} joins at token {join.num_computed} without the recurrent state there"
+            )
+        for states in filter(None, self.layers):
+            if kept_state is not None:
+                states.restore(join.row, kept_state)
+            else:
                 states.conv[join.row].zero_()
                 states.matrix[join.row].zero_()
-            self._void.discard(join.row)
+        self._void.discard(join.row)
 
     @contextmanager
     def moved_on(self, rows: Sequence[int]) -> Iterator[None]:

@@ -8,9 +8,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from sagellm.core.errors import BookkeepingError, ConfigError
+from sagellm.core.protocols.checkpoints import CheckpointIndex
 from sagellm.kvmgr.eviction._base import FEW, MAX_STALE
 from sagellm.kvmgr.eviction.adaptive.history import CLOSED, OpenRecords
 from sagellm.kvmgr.eviction.adaptive.reuse_model import AGE_ENDS_S, ReuseModel, age_bin
@@ -30,24 +30,6 @@ FEWEST_USES = 48
 """No fit before so many uses, those of shared prefixes left out."""
 MAX_HEIRS = 16
 """Dropped checkpoints behind one whose uses it would get."""
-
-
-class Marginal(NamedTuple):
-    """What dropping a checkpoint changes, beside all others that are kept.
-
-    `saved_tokens`: tokens that a request which would continue from it computes again; `freed_bytes`: its
-    states, and the blocks of attention that no other checkpoint needs; `above`: the next one in front.
-    """
-
-    saved_tokens: int
-    freed_bytes: int
-    above: int | None
-
-
-class CheckpointIndex(Protocol):
-    """What the prefix index tells of resident checkpoints."""
-
-    def marginal(self, key: int) -> Marginal: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -134,10 +116,15 @@ class CheckpointRetention:
         self._forget()
         return [depth for depth in wanted if depth > num_reused]
 
-    def made(self, key: int, now_s: float) -> None:
-        """A checkpoint that `places` just asked for is resident."""
-        self._resident[key] = self._records[key]
-        self._rank(self._records[key], now_s)
+    def made(self, key: int, depth: int, now_s: float) -> None:
+        """A checkpoint is resident. `places` asked for it, or it is the end of what was generated."""
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = CheckpointRecord(key, depth, END, 0, now_s, 0)
+            self._rates.num_begun += 1
+            self._reopen(record, now_s)
+        self._resident[key] = record
+        self._rank(record, now_s)
         if len(self._by_value) > FEW + MAX_STALE * len(self._resident):
             self._rank_all(now_s)
 

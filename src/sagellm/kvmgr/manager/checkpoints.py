@@ -1,0 +1,375 @@
+"""`Checkpoints`: copies of recurrent states, in blocks of the pool.
+
+A model with recurrent layers can go on from a cached prefix only where the state behind it was kept. Such a
+checkpoint takes `state_pages` blocks of the pool, wherever they lie: it is written once, and copied into a
+row's working state when a request begins with it. It belongs, in this order, to
+
+    a running request    from the bind of the step that keeps it until its prefix enters the index
+    the index            attached to the leading block with which its prefix ends
+
+A prefix enters the index up to its last checkpoint only, since what is behind it could serve no request. A
+`CheckpointPolicy` decides which checkpoints are made, and which goes first; with a checkpoint go the blocks
+that only it needed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sagellm.core.binding import Binding
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import Chunk, RequestState
+from sagellm.core.protocols.checkpoints import BlockKeys, CheckpointPolicyFactory, Marginal
+from sagellm.core.protocols.eviction import Hint
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import BlockIds, Namespace, Tokens
+from sagellm.kvmgr.manager.tables import INDEX_OWNER, RequestBlocks
+
+NO_LEAD = -1
+
+
+@dataclass(slots=True, eq=False)
+class KeptPrefix:
+    """A state behind `leads`, the leading blocks of its prefix, kept in `pages`."""
+
+    key: int
+    leads: BlockIds
+    pages: BlockIds
+    tokens: Tokens
+    namespace: Namespace
+
+
+@dataclass(slots=True, eq=False)
+class RequestCheckpoints:
+    """Of one running request. `wanted`: depths in blocks at which checkpoints should be made, ascending.
+
+    `made`: its own checkpoints by depth. `executed`: those that a step has written. `rolling`: the depth of
+    the last one that was made in decode, 0 before. `begins_with`: the leading block whose checkpoint it
+    begins with, until its first step is executed.
+    """
+
+    wanted: list[int]
+    begins_with: int
+    depth: int
+    made: dict[int, Allocation] = field(default_factory=dict)
+    executed: set[int] = field(default_factory=set)
+    rolling: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """`state_pages`: blocks of the pool that one checkpoint takes.
+
+    In decode one is made every `interval` blocks, in the place of the one before.
+    """
+
+    state_pages: int
+    interval: int
+    policy: CheckpointPolicyFactory
+    keys_of: BlockKeys
+
+
+class Checkpoints:
+    """All checkpoints of an index and of running requests. Implements `CheckpointIndex`."""
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        pool: KVPool,
+        config: CheckpointConfig,
+        namespace_of: Callable[[Namespace], Namespace],
+        now: Callable[[], float],
+    ) -> None:
+        self.state_pages, self._interval = config.state_pages, max(1, config.interval)
+        self.num_made = self.num_evicted = 0
+        self.make_room: Callable[[int], None] = lambda num_blocks: None
+        self._index, self._pool, self._namespace_of, self._now = index, pool, namespace_of, now
+        self._keys_of, self._retention = config.keys_of, config.policy(self)
+        self._at: dict[int, KeptPrefix] = {}
+        self._by_key: dict[int, KeptPrefix] = {}
+        self._needed: Counter[int] = Counter()
+        self._num_over: Counter[int] = Counter()
+        self._requests: dict[RequestBlocks, RequestCheckpoints] = {}
+
+    # -- what is resident
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Blocks of checkpoints that can go: no step in flight reads or writes them."""
+        pending = sum(len(own.executed) for own in self._requests.values())
+        return self.state_pages * (len(self._at) - len(self._needed) + pending)
+
+    def servable(self, leads: Sequence[int]) -> int:
+        """The longest prefix of these blocks that ends with a checkpoint."""
+        return next((i + 1 for i in reversed(range(len(leads))) if leads[i] in self._at), 0)
+
+    def all_pages(self) -> BlockIds:
+        """The blocks of all checkpoints that belong to the index."""
+        return array("i", [page for found in self._at.values() for page in found.pages])
+
+    def marginal(self, key: int) -> Marginal:
+        """What dropping a checkpoint frees and costs, in blocks."""
+        found = self._by_key[key]
+        depth, size = len(found.leads), self._pool.block_size
+        above, alone = 0, 0
+        for i in reversed(range(depth)):
+            if i < depth - 1 and found.leads[i] in self._at:
+                above = i + 1
+                break
+            alone += self._num_over[found.leads[i]] == 1
+        in_front = self._at[found.leads[above - 1]].key if above else None
+        return Marginal((depth - above) * size, self.state_pages + alone, self._ranked(in_front))
+
+    # -- running requests
+
+    def admit(self, blocks: RequestBlocks) -> None:
+        """A request begins with its pinned hit."""
+        leads, state = blocks.block_ids[: blocks.hit.num_blocks], blocks.state
+        lead = leads[-1] if leads else NO_LEAD
+        keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
+        known = min(self._index.lookup(state.tokens, blocks.hit.namespace).num_blocks, len(keys))
+        wanted = self._retention.places(keys, known, min(len(leads), len(keys)), 0, self._now())
+        self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads))
+        if leads:
+            self.need(lead)
+
+    def pages_of(self, blocks: RequestBlocks) -> tuple[int, ...]:
+        """The checkpoint with which a request begins, until that step is executed."""
+        found = self._requests.get(blocks)
+        if found is None or found.begins_with == NO_LEAD:
+            return ()
+        return tuple(self._at[found.begins_with].pages)
+
+    def keep_in_chunk(self, binding: Binding, blocks: RequestBlocks, chunk: Chunk) -> None:
+        """Let the step keep states where the chunk passes wanted places."""
+        own, size = self._requests[blocks], self._pool.block_size
+        for depth in own.wanted:
+            if chunk.start < depth * size <= chunk.end and depth not in own.made:
+                self._keep(binding, blocks, depth)
+
+    def keep_before_decode(self, binding: Binding, blocks: RequestBlocks, depth: int) -> None:
+        """Let the step keep the state of a row that has filled `depth` blocks."""
+        own = self._requests[blocks]
+        if depth % self._interval == 0 and depth > own.depth and depth not in own.made:
+            self._keep(binding, blocks, depth)
+
+    def _keep(self, binding: Binding, blocks: RequestBlocks, depth: int) -> None:
+        self.make_room(self.state_pages)
+        pages = self._pool.allocate(self.state_pages, blocks.state.request_id)
+        if pages is None:
+            return
+        self._requests[blocks].made[depth] = pages
+        num_tokens = depth * self._pool.block_size
+        binding.kept_states.append((blocks.state, num_tokens, tuple(pages.block_ids)))
+
+    def executed(self, binding: Binding, blocks_of: Callable[[RequestState], RequestBlocks | None]) -> None:
+        """The backend has copied the states of the step."""
+        for chunk in binding.draft.admitted():
+            found = blocks_of(chunk.state)
+            if found is not None:
+                self._begun(found)
+        for state, num_tokens, _ in binding.kept_states:
+            blocks = blocks_of(state)
+            if blocks is None:
+                continue
+            own, depth = self._requests[blocks], num_tokens // self._pool.block_size
+            if depth not in own.made:
+                continue
+            own.executed.add(depth)
+            if num_tokens > state.num_prompt_tokens:
+                self._forget_rolling(own)
+                own.rolling = depth
+
+    def undo(self, binding: Binding, blocks_of: Callable[[RequestState], RequestBlocks | None]) -> None:
+        """The step will not be executed, or has failed."""
+        for state, num_tokens, _ in reversed(binding.kept_states):
+            blocks, depth = blocks_of(state), num_tokens // self._pool.block_size
+            if blocks is not None and depth in self._requests[blocks].made:
+                self._pool.free(self._requests[blocks].made.pop(depth))
+        binding.kept_states.clear()
+
+    def deepest(self, blocks: RequestBlocks, num_tokens: int) -> int:
+        """How far a prefix may enter the index: its last checkpoint, in tokens."""
+        own, size = self._requests[blocks], self._pool.block_size
+        depths = [depth for depth in own.executed if depth * size <= num_tokens]
+        return max([own.depth, *depths]) * size
+
+    def registered(self, blocks: RequestBlocks) -> None:
+        """The first `num_shared` blocks of a request are in the index; attach its checkpoints."""
+        own, state, now_s = self._requests[blocks], blocks.state, self._now()
+        depths = sorted(depth for depth in own.executed if depth <= blocks.num_shared)
+        keys = self._keys(state, depths[-1]) if depths else []
+        for depth in depths:
+            pages, leads = own.made.pop(depth), blocks.block_ids[:depth]
+            own.executed.discard(depth)
+            own.rolling = 0 if own.rolling == depth else own.rolling
+            if leads[-1] in self._at or keys[depth - 1] in self._by_key:
+                self._pool.free(pages)
+                continue
+            ids = self._pool.hand_over(pages, 0, self.state_pages, INDEX_OWNER)
+            self._pool.free(pages)
+            namespace = self._namespace_of(state.request.namespace)
+            made = KeptPrefix(keys[depth - 1], leads, ids, state.tokens, namespace)
+            self._at[leads[-1]] = self._by_key[made.key] = made
+            self._num_over.update(leads)
+            self._retention.made(made.key, depth, now_s)
+            self.num_made += 1
+        own.depth = max(own.depth, blocks.num_shared)
+
+    def release(self, blocks: RequestBlocks) -> None:
+        """The request leaves the batch."""
+        self._begun(blocks)
+        for pages in self._requests.pop(blocks).made.values():
+            self._pool.free(pages)
+
+    def _begun(self, blocks: RequestBlocks) -> None:
+        own = self._requests[blocks]
+        if own.begins_with != NO_LEAD:
+            lead, own.begins_with = own.begins_with, NO_LEAD
+            self.let_go(lead)
+
+    def _forget_rolling(self, own: RequestCheckpoints) -> None:
+        if own.rolling in own.made:
+            self._pool.free(own.made.pop(own.rolling))
+            own.executed.discard(own.rolling)
+
+    # -- memory
+
+    def need(self, lead: int) -> None:
+        """The checkpoint of this block cannot go, until `let_go`."""
+        if not self._needed[lead]:
+            found = self._at[lead]
+            self._retention.removed(found.key, self.marginal(found.key).above, self._now())
+        self._needed[lead] += 1
+
+    def let_go(self, lead: int) -> None:
+        """Undo `need`."""
+        self._needed[lead] -= 1
+        if not self._needed[lead]:
+            del self._needed[lead]
+            found = self._at[lead]
+            self._retention.made(found.key, len(found.leads), self._now())
+
+    @property
+    def num_droppable(self) -> int:
+        """Checkpoints in the index that no request is about to begin with."""
+        return len(self._retention)
+
+    def drop_least(self) -> tuple[BlockIds, BlockIds]:
+        """Drop the checkpoint of least value. Returns its blocks, and those that only it needed.
+
+        The latter have left the index; none if a request uses them.
+        """
+        found = self._by_key[self._retention.victim(self._now())]
+        alone = self.marginal(found.key).freed_bytes - self.state_pages
+        self.num_evicted += 1
+        return self._remove(found), self._evict_tail(found, alone)
+
+    def drop_pending(self, num_blocks: int) -> None:
+        """Give up checkpoints that running requests have made, until so many are free."""
+        target = self._pool.num_free + num_blocks
+        for own in self._requests.values():
+            for depth in sorted(own.executed):
+                if self._pool.num_free >= target:
+                    return
+                self._pool.free(own.made.pop(depth))
+                own.executed.discard(depth)
+
+    def _evict_tail(self, dropped: KeptPrefix, num_blocks: int) -> BlockIds:
+        """Evict the last blocks of a prefix, if no request uses them."""
+        depth, index = len(dropped.leads), self._index
+        hit = index.lookup(dropped.tokens, dropped.namespace, depth * self._pool.block_size)
+        unpinned = index.num_unpinned_on_path(hit) if hit.num_blocks == depth else 0
+        if not min(num_blocks, unpinned) or not index.hint(hit, Hint(superseded=True)):
+            return array("i")
+        gone = index.evict(min(num_blocks, unpinned)) or array("i")
+        rest = index.lookup(dropped.tokens, dropped.namespace, depth * self._pool.block_size)
+        if rest.num_blocks:
+            index.hint(rest, Hint(superseded=False))
+        return gone
+
+    def evicted(self, leads: Iterable[int]) -> BlockIds:
+        """These blocks have left the index; returns the blocks of the checkpoints behind them."""
+        gone = array("i")
+        for lead in leads:
+            if lead in self._at:
+                gone += self._remove(self._at[lead])
+                self.num_evicted += 1
+        return gone
+
+    def _remove(self, found: KeptPrefix) -> BlockIds:
+        above = self.marginal(found.key).above
+        del self._at[found.leads[-1]], self._by_key[found.key]
+        self._num_over.subtract(found.leads)
+        for lead in found.leads:
+            if not self._num_over[lead]:
+                del self._num_over[lead]
+        self._retention.removed(found.key, above, self._now())
+        return found.pages
+
+    def clear(self) -> BlockIds:
+        """Take out all checkpoints that can go; returns their blocks."""
+        gone = array("i")
+        for lead in [lead for lead in self._at if lead not in self._needed]:
+            gone += self._remove(self._at[lead])
+        return gone
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` is now block `target`."""
+
+        def moved(blocks: Iterable[int]) -> BlockIds:
+            return array("i", [moves.get(block, block) for block in blocks])
+
+        for found in self._by_key.values():
+            found.leads, found.pages = moved(found.leads), moved(found.pages)
+        self._at = {found.leads[-1]: found for found in self._by_key.values()}
+        self._needed = Counter({moves.get(lead, lead): count for lead, count in self._needed.items()})
+        self._num_over = Counter({moves.get(lead, lead): count for lead, count in self._num_over.items()})
+        for own in self._requests.values():
+            own.begins_with = moves.get(own.begins_with, own.begins_with)
+
+    def check(self, running: Iterable[RequestBlocks], held: Sequence[PrefixHit]) -> None:
+        """Raise `BookkeepingError` where requests, index and checkpoints disagree.
+
+        Those of the prefixes `held` cannot go either.
+        """
+        indexed, needed = set(self._index.all_block_ids()), Counter[int]()
+        if self._requests.keys() != set(running):
+            raise BookkeepingError(f"{len(self._requests)} requests have checkpoints, others run")
+        for blocks, own in self._requests.items():
+            if own.begins_with != NO_LEAD:
+                needed[own.begins_with] += 1
+            if not own.executed <= own.made.keys():
+                raise BookkeepingError(f"{blocks.state.request_id}: a checkpoint is written and not there")
+        for hit in held:
+            if hit.num_blocks:
+                needed[self._index.block_ids(hit)[-1]] += 1
+        over = Counter(lead for found in self._at.values() for lead in found.leads)
+        if needed != self._needed or over != self._num_over:
+            raise BookkeepingError("the holders or the blocks of checkpoints are counted wrong")
+        if not indexed.issuperset(over):
+            raise BookkeepingError(
+                f"checkpoints need {sorted(over.keys() - indexed)}, which the index has not"
+            )
+        if len(self._retention) != len(self._at) - len(needed):
+            raise BookkeepingError(
+                f"{len(self._retention)} checkpoints are ranked, {len(self._at)} are there"
+            )
+        self._retention.check()
+
+    def _keys(self, state: RequestState, num_blocks: int) -> list[int]:
+        """Content keys of the prefixes that end with each of a request's first blocks."""
+        return self._keys_of(state.tokens, num_blocks, self._namespace_of(state.request.namespace))
+
+    def _ranked(self, key: int | None) -> int | None:
+        """The key, if its checkpoint is one that can go."""
+        if key is None or self._needed.get(self._by_key[key].leads[-1]):
+            return None
+        return key
