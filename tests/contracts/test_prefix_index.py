@@ -300,6 +300,19 @@ class IndexMachine(RuleBasedStateMachine):
         if len(gone) < count:
             assert self.unpinned_of(account) <= self.inner(), "it could have given more"
 
+    @rule(data=st.data(), count=counts)
+    def evict_tail(self, data: st.DataObject, count: int) -> None:
+        """Exactly the last blocks of the prefix that nothing else needs, of one account."""
+        tokens, space = self.prompt(data)
+        hit = self.index.lookup(Tokens(tokens), space)
+        path, inner, expected = of_hit(hit), self.inner() | self.held(), set[Prefix]()
+        for one in reversed(path[-count:] if count else []):
+            if one in inner - expected or self.twin[one].account != self.twin[path[-1]].account:
+                break
+            expected.add(one)
+            inner = {(name, rest[:-BLOCK]) for name, rest in self.twin.keys() - expected} | self.held()
+        assert self.went(list(self.index.evict_tail(hit, count, "tail")), "tail") == expected
+
     @precondition(lambda self: len(self.twin) > 6)
     @rule()
     def clear(self) -> None:

@@ -333,6 +333,12 @@ class PrefixReuseIndex(Protocol):
         """Evict exactly `num_blocks` unpinned blocks chosen by the policy. Returns None, and changes nothing,
         if there are fewer."""
 
+    def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:
+        """Evict up to `num_blocks` blocks from the end of a prefix, whatever the policy prefers.
+
+        Fewer where a pin or another prefix holds them; none if blocks stand behind the hit.
+        """
+
     def evict_from(self, account: Account, num_blocks: int, cause: str = ...) -> BlockIds:
         """Evict at most `num_blocks` unpinned blocks of one account. Fewer only where all of its other blocks
         lead to pinned blocks or another account's."""

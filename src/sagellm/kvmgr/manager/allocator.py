@@ -228,6 +228,7 @@ class BlockAllocator:
                 self._groups.free_detached(self._groups.shed(self.pool.total_blocks, kept=kept))
             if self._groups.checkpoints is not None:
                 self._groups.free_detached(self._groups.checkpoints.clear())
+                self._return(self._groups.checkpoints.evict_unneeded(), NO_ACCOUNT, "cleared")
         if self.quota is not None:
             while sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
                 pass
@@ -271,15 +272,19 @@ class BlockAllocator:
             groups.checkpoints.drop_pending(num_pages - pool.num_free)
 
     def drop_checkpoints(self, num_pages: int) -> None:
-        """Drop checkpoints, and the blocks that only they needed, until so many are free."""
+        """Drop checkpoints of least value, with the blocks that only they needed, until so many are free."""
         groups = self._groups
         if groups is None or groups.checkpoints is None:
             return
-        while self.pool.num_free < num_pages and groups.checkpoints.num_droppable:
-            pages, leads = groups.checkpoints.drop_least()
+        while self.pool.num_free < num_pages:
             self.num_changes += 1
-            groups.free_detached(pages)
-            self._return(leads, NO_ACCOUNT, "capacity")
+            unneeded = groups.checkpoints.evict_unneeded()
+            if unneeded:
+                self._return(unneeded, NO_ACCOUNT, "capacity")
+            elif groups.checkpoints.num_droppable:
+                groups.free_detached(groups.checkpoints.drop_least())
+            else:
+                return
 
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
         while (missing := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:

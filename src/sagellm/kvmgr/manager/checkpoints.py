@@ -15,7 +15,7 @@ that only it needed.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,13 +23,14 @@ from sagellm.core.binding import Binding
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import Chunk, RequestState
 from sagellm.core.protocols.checkpoints import BlockKeys, CheckpointPolicyFactory, Marginal
-from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import BlockIds, Namespace, Tokens
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, RequestBlocks
 
 NO_LEAD = -1
+SEEN_PER_BLOCK = 16
+"""Prompts are remembered by the keys of their blocks, so many for each block of the pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,8 @@ class Checkpoints:
         self._by_key: dict[int, KeptPrefix] = {}
         self._needed: Counter[int] = Counter()
         self._num_over: Counter[int] = Counter()
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._unneeded: list[tuple[Tokens, Namespace, int]] = []
         self._requests: dict[RequestBlocks, RequestCheckpoints] = {}
 
     # -- what is resident
@@ -134,11 +137,21 @@ class Checkpoints:
         leads, state = blocks.block_ids[: blocks.hit.num_blocks], blocks.state
         lead = leads[-1] if leads else NO_LEAD
         keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
-        known = min(self._index.lookup(state.tokens, blocks.hit.namespace).num_blocks, len(keys))
+        known = self._seen_before(keys)
         wanted = self._retention.places(keys, known, min(len(leads), len(keys)), 0, self._now())
         self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads))
         if leads:
             self.need(lead)
+
+    def _seen_before(self, keys: Sequence[int]) -> int:
+        """How many of these leading blocks an earlier prompt had, resident or not; notes them as seen."""
+        seen, known = self._seen, next((i for i, key in enumerate(keys) if key not in self._seen), len(keys))
+        for key in reversed(keys):  # a prefix is not forgotten before what is behind it
+            seen[key] = None
+            seen.move_to_end(key)
+        while len(seen) > SEEN_PER_BLOCK * self._pool.total_blocks:
+            seen.popitem(last=False)
+        return known
 
     def pages_of(self, blocks: RequestBlocks) -> tuple[int, ...]:
         """The checkpoint with which a request begins, until that step is executed."""
@@ -228,6 +241,8 @@ class Checkpoints:
         self._begun(blocks)
         for pages in self._requests.pop(blocks).made.values():
             self._pool.free(pages)
+        if blocks.num_shared and not self._num_over[blocks.block_ids[blocks.num_shared - 1]]:
+            self._unneeded.append((blocks.state.tokens, blocks.hit.namespace, blocks.num_shared))
 
     def _begun(self, blocks: RequestBlocks) -> None:
         own = self._requests[blocks]
@@ -249,6 +264,10 @@ class Checkpoints:
             self._retention.removed(found.key, self.marginal(found.key).above, self._now())
         self._needed[lead] += 1
 
+    def num_to_need(self, lead: int) -> int:
+        """Blocks that `need` takes from those that can go."""
+        return 0 if self._needed[lead] else self.state_pages
+
     def let_go(self, lead: int) -> None:
         """Undo `need`."""
         self._needed[lead] -= 1
@@ -262,15 +281,22 @@ class Checkpoints:
         """Checkpoints in the index that no request is about to begin with."""
         return len(self._retention)
 
-    def drop_least(self) -> tuple[BlockIds, BlockIds]:
-        """Drop the checkpoint of least value. Returns its blocks, and those that only it needed.
-
-        The latter have left the index; none if a request uses them.
-        """
+    def drop_least(self) -> BlockIds:
+        """Drop the checkpoint of least value. Returns its blocks; `evict_unneeded` evicts those behind it."""
         found = self._by_key[self._retention.victim(self._now())]
-        alone = self.marginal(found.key).freed_bytes - self.state_pages
         self.num_evicted += 1
-        return self._remove(found), self._evict_tail(found, alone)
+        return self._remove(found)
+
+    def evict_unneeded(self) -> BlockIds:
+        """Evict the cached blocks that no checkpoint needs any more."""
+        gone, size = array("i"), self._pool.block_size
+        while self._unneeded:
+            tokens, namespace, depth = self._unneeded.pop()
+            hit = self._index.lookup(tokens, namespace, depth * size)
+            leads = self._index.block_ids(hit)
+            count = next((i for i, lead in enumerate(reversed(leads)) if self._num_over[lead]), len(leads))
+            gone += self._index.evict_tail(hit, count)
+        return gone
 
     def drop_pending(self, num_blocks: int) -> None:
         """Give up checkpoints that running requests have made, until so many are free."""
@@ -281,19 +307,6 @@ class Checkpoints:
                     return
                 self._pool.free(own.made.pop(depth))
                 own.executed.discard(depth)
-
-    def _evict_tail(self, dropped: KeptPrefix, num_blocks: int) -> BlockIds:
-        """Evict the last blocks of a prefix, if no request uses them."""
-        depth, index = len(dropped.leads), self._index
-        hit = index.lookup(dropped.tokens, dropped.namespace, depth * self._pool.block_size)
-        unpinned = index.num_unpinned_on_path(hit) if hit.num_blocks == depth else 0
-        if not min(num_blocks, unpinned) or not index.hint(hit, Hint(superseded=True)):
-            return array("i")
-        gone = index.evict(min(num_blocks, unpinned)) or array("i")
-        rest = index.lookup(dropped.tokens, dropped.namespace, depth * self._pool.block_size)
-        if rest.num_blocks:
-            index.hint(rest, Hint(superseded=False))
-        return gone
 
     def evicted(self, leads: Iterable[int]) -> BlockIds:
         """These blocks have left the index; returns the blocks of the checkpoints behind them."""
@@ -311,6 +324,8 @@ class Checkpoints:
         for lead in found.leads:
             if not self._num_over[lead]:
                 del self._num_over[lead]
+        if found.leads[-1] not in self._num_over:
+            self._unneeded.append((found.tokens, found.namespace, len(found.leads)))
         self._retention.removed(found.key, above, self._now())
         return found.pages
 

@@ -147,7 +147,10 @@ class KVCacheManager:
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
         self.hints = KVHints(index, sharing.namespace_of, now)
-        self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share)
+        state_pages = 0 if self.checkpoints is None else self.checkpoints.state_pages
+        self.pins = PinnedPrefixes(
+            index, pool.total_blocks // self.num_groups, max_pinned_share, cdiv(state_pages, self.num_groups)
+        )
         self.quotes = Quotes(
             self._tables, self.allocator, windows, self._registrar, self._tails, sharing, self._pages, swap,
             metrics, now, prefix_caching, prefill_token_s,

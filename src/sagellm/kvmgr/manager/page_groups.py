@@ -436,6 +436,8 @@ class PageGroups:
         What a window needs of the hit is passed as well: a hit costs at most what computing it costs.
         """
         pages = num_unpinned + num_blocks
+        if self.checkpoints is not None and leads:
+            pages += self.checkpoints.num_to_need(leads[-1])
         for rule in self.rules:
             tail = leads[rule.first_needed(len(leads) * self._block_size) :]
             held = num_unpinned if rule.window is None else rule.num_to_need(tail)
@@ -466,6 +468,12 @@ class PageGroups:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.pages_of(middle) <= num_pages else (low, middle - 1)
         return low
+
+    def can_hit(self, num_blocks: int) -> bool:
+        """Whether so large a request fits beside the checkpoint it begins with."""
+        if self.checkpoints is None:
+            return True
+        return self.pages_of(num_blocks) + self.checkpoints.state_pages <= self._pool.total_blocks
 
     def free_passed(self, num_free: int, donors: Collection[RequestBlocks]) -> None:
         """Free own pages that windows have passed, until so many are free.

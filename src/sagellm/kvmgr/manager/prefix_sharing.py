@@ -284,13 +284,17 @@ class SharedTails:
 class PinnedPrefixes:
     """Prefixes that stay in the index until they are unpinned (system prompts).
 
-    Together they hold at most `max_share` of a pool of `total_blocks`.
+    Together they hold at most `max_share` of a pool of `total_blocks`. Each needs `blocks_of_state` for the
+    recurrent state behind it.
     """
 
-    def __init__(self, index: PrefixReuseIndex, total_blocks: int, max_share: float) -> None:
+    def __init__(
+        self, index: PrefixReuseIndex, total_blocks: int, max_share: float, blocks_of_state: int = 0
+    ) -> None:
         self._index = index
         self._total_blocks = total_blocks
         self._max_share = max_share
+        self._blocks_of_state = blocks_of_state
         self.hits: list[PrefixHit] = []
 
     def __contains__(self, hit: PrefixHit) -> bool:
@@ -302,8 +306,10 @@ class PinnedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Pinned blocks, each counted once."""
-        return len({block for hit in self.hits for block in self._index.block_ids(hit)})
+        """Pinned blocks, each counted once, and those of the states behind the prefixes."""
+        paths = [ids for ids in map(self._index.block_ids, self.hits) if ids]
+        states = len({ids[-1] for ids in paths}) * self._blocks_of_state
+        return states + len({block for ids in paths for block in ids})
 
     def add(self, wanted: PrefixHit) -> PrefixHit:
         """Pin a hit. Raises `CapacityError` if too much would be pinned."""

@@ -56,6 +56,8 @@ class Quotes:
     def match(self, state: RequestState) -> PrefixHit:
         """The longest reusable prefix, within `state.max_reusable`."""
         limit = state.max_reusable if self._prefix_caching else 0
+        if self._pages is not None and not self._pages.can_hit(cdiv(len(state.tokens), self.block_size)):
+            limit = 0
         namespace = self._groups.namespace_of(state.request.namespace)
         began_s = self._now() if self._metrics is not None else 0.0
         hit = self.lookup(state.tokens, namespace, limit)

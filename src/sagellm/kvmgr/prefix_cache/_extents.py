@@ -239,6 +239,25 @@ class EvictableLeaves(Generic[ExtentType]):
             if parent is not None:
                 heapq.heappush(queue, _age(parent))
 
+    def evict_tail(
+        self, leaf: ExtentType, num_blocks: int, give_up: Callable[[ExtentType, int], ExtentType | None]
+    ) -> None:
+        """Evict the last blocks of the path to an evictable leaf.
+
+        Fewer than `num_blocks` where the path has a pin, a fork or another account's block.
+        """
+        last: ExtentType | None = leaf
+        while num_blocks and last is not None:
+            policy, taken = last.share.policy, min(num_blocks, last.num_blocks)
+            num_blocks -= taken
+            is_whole = taken == last.num_blocks
+            if policy is not None:
+                policy.remove(last.key)
+            parent = give_up(last, taken)
+            last = parent if is_whole else last
+            if policy is not None and last is not None:
+                policy.insert(last)
+
     def set_policy(self, factory: PolicyFactory) -> None:
         """Give every account a new policy. It gets the leaves in order of their last use. Nothing changes if
         a policy cannot be made."""

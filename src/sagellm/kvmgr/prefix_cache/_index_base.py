@@ -80,8 +80,13 @@ class IndexBase(ABC, Generic[ExtentType]):
         """Take one from the reference counts of a path."""
 
     @abstractmethod
-    def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
-        """Free `num_blocks` blocks of one account, or all that its policy can give up."""
+    def _evict_of(
+        self, share: AccountShare, num_blocks: int, cause: str, last: ExtentType | None = None
+    ) -> BlockIds:
+        """Free `num_blocks` blocks of one account, or all that its policy can give up.
+
+        With `last`, those at the end of the path to this evictable leaf.
+        """
 
     @abstractmethod
     def _namespaces(self, first_block: bytes) -> Iterable[Namespace]:
@@ -167,6 +172,15 @@ class IndexBase(ABC, Generic[ExtentType]):
         if share is None:
             return array("i")
         return self._evict_of(share, min(num_blocks, share.num_evictable), cause)
+
+    def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:
+        hit = self._current(hit)
+        last = hit.node
+        if not num_blocks or not hit.num_blocks or not isinstance(last, self._extent_type):
+            return array("i")
+        if last.end_block > hit.num_blocks or self._leaves.by_key.get(last.key) is not last:
+            return array("i")
+        return self._evict_of(last.share, num_blocks, cause, last)
 
     def clear(self) -> BlockIds:
         freed = self.evict(self.num_evictable, "cleared")

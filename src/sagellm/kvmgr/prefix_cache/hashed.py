@@ -338,7 +338,9 @@ class HashedIndex(IndexBase[BlockRecord]):
         followers = (record for record in self._records.by_block.values() if record.parent is hit.node)
         return (record.data for record in followers if record.namespace == hit.namespace)
 
-    def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
+    def _evict_of(
+        self, share: AccountShare, num_blocks: int, cause: str, last: BlockRecord | None = None
+    ) -> BlockIds:
         gone: list[BlockRecord] = []
 
         def give_up(extent: Extent, num_blocks: int) -> BlockRecord | None:
@@ -348,7 +350,10 @@ class HashedIndex(IndexBase[BlockRecord]):
             gone.append(record)
             return self._remove(record)
 
-        self._leaves.evict(share, num_blocks, give_up)
+        if last is None:
+            self._leaves.evict(share, num_blocks, give_up)
+        else:
+            self._leaves.evict_tail(last, num_blocks, give_up)
         ghost = Ghost(self._clock.now(), cause)
         for record in gone:
             self._ghosts.add(record.hash, ghost)

@@ -246,14 +246,19 @@ class RadixIndex(IndexBase[Node]):
 
     # -- inside: eviction
 
-    def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
+    def _evict_of(
+        self, share: AccountShare, num_blocks: int, cause: str, last: Node | None = None
+    ) -> BlockIds:
         freed = self._freed = array("i")
         now_s, ghost = self._clock.now(), self._ghost
         if now_s - ghost.at_s > SAME_MOMENT_S or ghost.cause != cause:
             self._ghost = Ghost(now_s, cause)
         self._removed = [] if self._events.wants(BlocksRemoved) else None
         self.tree.version += 1
-        self._leaves.evict(share, num_blocks, self._give_up)
+        if last is None:
+            self._leaves.evict(share, num_blocks, self._give_up)
+        else:
+            self._leaves.evict_tail(last, num_blocks, self._give_up)
         for event in self._removed or ():
             self._events.emit(event)
         return freed

@@ -1,0 +1,123 @@
+"""Checkpoints of recurrent states in the manager: what is reused, what goes first, what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from sagellm.benchmarks.checkpoints.groups import PRESETS
+from sagellm.benchmarks.checkpoints.replayer import VALUE, CheckpointPlan, budget, run_checkpoints
+from sagellm.benchmarks.replay.block_trace import block_trace
+from sagellm.benchmarks.traces import read_trace
+from sagellm.core.binding import Binding
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import CapacityError
+from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
+from sagellm.core.types import NO_ACCOUNT, Request, Tokens
+from sagellm.engines.build import build_kv
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.manager import KVCacheManager
+from tests.builders import fake_engine, request, run_all
+
+BLOCK = 4
+TRACE = Path(__file__).parent.parent / "golden" / "traces" / "chat.jsonl"
+
+
+def manager(num_blocks: int, state_pages: int, clock: ManualClock | None = None) -> KVCacheManager:
+    config = KVConfig(block_size=BLOCK, checkpoint_interval=BLOCK)
+    return build_kv(config, num_blocks, state_pages=state_pages, max_chunk=1 << 20, clock=clock)
+
+
+def serve(kv: KVCacheManager, name: str, tokens: Iterable[int], *, release: bool = True) -> int:
+    """Compute a prompt in one step; returns the blocks that it reused."""
+    state = RequestState.of(Request(name, Tokens(tokens)))
+    hit = kv.quotes.match(state)
+    chunk = Chunk(state, hit.num_tokens, len(state.tokens) - hit.num_tokens, hit)
+    binding = Binding(Draft(StepStart(0, 0.0), 1 << 20, [], [], {name: chunk}))
+    kv.bind(binding)
+    kv.executed(binding)
+    state.num_prefilled = len(state.tokens)
+    kv.commit(state)
+    if release:
+        kv.release(state)
+    return hit.num_blocks
+
+
+def test_dropping_a_checkpoint_evicts_the_blocks_that_only_it_needed() -> None:
+    kv = manager(64, 3)
+    assert kv.checkpoints is not None
+    for number in range(12):  # each: 8 blocks, and checkpoints behind 6, 7 and 8 of them
+        serve(kv, f"r{number}", [number] * (8 * BLOCK + 1))
+        kv.check()
+    needed = {lead for found in kv.checkpoints._at.values() for lead in found.leads}
+    assert len(kv.checkpoints) > 2
+    assert set(kv.index.all_block_ids()) == needed  # nothing else was evicted in their place
+
+
+def test_blocks_without_a_checkpoint_go_before_any_checkpoint() -> None:
+    kv = manager(40, 3)
+    assert kv.checkpoints is not None
+    state = RequestState.of(Request("holds", Tokens([1] * (4 * BLOCK + 1))))
+    serve(kv, "first", [1] * (4 * BLOCK + 1))
+    hit = kv.quotes.match(state)
+    binding = Binding(Draft(StepStart(0, 0.0), 99, [], [], {"holds": Chunk(state, hit.num_tokens, 1, hit)}))
+    kv.bind(binding)
+    kv.executed(binding)
+    kv.clear_cache()  # its blocks are pinned; their checkpoints go
+    assert len(kv.checkpoints) == 0
+    serve(kv, "second", [2] * (4 * BLOCK + 1))
+    state.num_prefilled = len(state.tokens)
+    kv.release(state)
+    kv.allocator.make_room(kv.pool.num_free + 4, NO_ACCOUNT)
+    kv.check()
+    assert kv.checkpoints.num_evicted == 0
+    assert kv.quotes.match(RequestState.of(Request("again", Tokens([2] * (4 * BLOCK + 1))))).num_blocks == 4
+
+
+def test_a_prompt_that_was_evicted_whole_is_known_when_it_comes_again() -> None:
+    kv = manager(64, 1)
+    assert kv.checkpoints is not None
+    serve(kv, "first", [1] * 33)
+    kv.clear_cache()
+    serve(kv, "again", [*[1] * 33, *[2] * 40], release=False)
+    made = next(iter(kv.checkpoints._requests.values())).wanted
+    assert made[0] == 8  # where the two prompts part
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hit_whose_checkpoint_does_not_fit_beside_the_request_is_not_used(overlap: bool) -> None:
+    backend = TokenMemoryBackend(num_blocks=10, block_size=BLOCK, state_pages=5, max_model_len=40)
+    engine = fake_engine(backend, overlap=overlap)
+    engine.add(request("first", range(17)))
+    run_all(engine)
+    engine.add(request("second", range(33)))
+    assert len(run_all(engine)["second"]) == 4
+
+
+def test_pinned_prefixes_count_the_state_behind_them() -> None:
+    kv = manager(64, 20)
+    serve(kv, "first", [1] * 17)
+    with pytest.raises(CapacityError, match="blocks, at most 16"):
+        kv.pin_prefix(Tokens([1] * 17))
+    kv.check()
+
+
+def test_hits_agree_with_the_replay() -> None:
+    """With the same budget, the manager finds what the replay says, within 3 points of all prompt tokens."""
+    trace, groups = block_trace(read_trace(TRACE), 64), PRESETS["qwen3-next"]
+    num_bytes = budget("1GiB", trace, groups)
+    replayed = run_checkpoints(trace, CheckpointPlan(groups, (VALUE,), ("1GiB",)))[0]
+    page, clock = groups.attention_bytes * 64, ManualClock()
+    extra = trace.longest  # the replay does not count working memory
+    kv = manager(int(num_bytes // page) + extra, -(-groups.state_bytes // page), clock)
+    hits = 0
+    for number, one in enumerate(trace.requests):
+        clock.advance(max(0.0, one.time_s - clock.now()))
+        tokens = [part for block in one.ids for part in (block, 7, block + 1, 3)]
+        hits += serve(kv, f"r{number}", tokens)
+        kv.allocator.make_room(extra, NO_ACCOUNT)
+    kv.check()
+    assert abs(64 * hits / replayed.tokens - replayed.token_ratio) < 0.03
