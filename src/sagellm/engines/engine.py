@@ -208,6 +208,7 @@ class Engine:
             expert_rows=expert_rows(),
             num_proposed_tokens=speculation.num_proposed if speculation else 0,
             num_accepted_tokens=speculation.num_accepted if speculation else 0,
+            checkpoints={} if kv.checkpoints is None else kv.checkpoints.counts(),
         )
 
     def capability(self) -> CapabilityDescriptor:

@@ -146,6 +146,12 @@ class ServerMetrics(Collector):
         yield self._count("proposed_tokens", text, found.num_proposed_tokens)
         text = "Proposed tokens that the model has accepted"
         yield self._count("accepted_tokens", text, found.num_accepted_tokens)
+        if found.checkpoints:
+            text = "Checkpoints of recurrent states in the prefix cache"
+            yield self._gauge("kv_checkpoints", text, found.checkpoints["resident"])
+            changes = {name: found.checkpoints[name] for name in ("made", "evicted")}
+            text = "Checkpoints of recurrent states that were made and given up"
+            yield self._count("kv_checkpoint_changes", text, changes, "change")
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
         queries = {tenant: tokens.num_tokens for tenant, tokens in reuse.items()}

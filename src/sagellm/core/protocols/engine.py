@@ -41,7 +41,8 @@ class EngineDiagnostics:
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
     `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
-    many of these the model has accepted: with speculative decoding.
+    many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
+    `evicted` checkpoints of recurrent states; empty for a model without such states.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class EngineDiagnostics:
     expert_rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    checkpoints: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

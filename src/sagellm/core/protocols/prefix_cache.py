@@ -334,7 +334,7 @@ class PrefixReuseIndex(Protocol):
         if there are fewer."""
 
     def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:
-        """Evict up to `num_blocks` blocks from the end of a prefix, whatever the policy prefers.
+        """Evict up to `num_blocks` blocks from the end of a prefix, past the policy.
 
         Fewer where a pin or another prefix holds them; none if blocks stand behind the hit.
         """

@@ -272,7 +272,7 @@ class BlockAllocator:
             groups.checkpoints.drop_pending(num_pages - pool.num_free)
 
     def drop_checkpoints(self, num_pages: int) -> None:
-        """Drop checkpoints of least value, with the blocks that only they needed, until so many are free."""
+        """Drop checkpoints, and the blocks that only they needed, until so many are free."""
         groups = self._groups
         if groups is None or groups.checkpoints is None:
             return

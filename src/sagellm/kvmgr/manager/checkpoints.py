@@ -103,6 +103,10 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._at)
 
+    def counts(self) -> dict[str, int]:
+        """Checkpoints in the index now, and made and evicted so far."""
+        return {"resident": len(self._at), "made": self.num_made, "evicted": self.num_evicted}
+
     @property
     def num_evictable_pages(self) -> int:
         """Blocks of checkpoints that can go: no step in flight reads or writes them."""
@@ -144,7 +148,7 @@ class Checkpoints:
             self.need(lead)
 
     def _seen_before(self, keys: Sequence[int]) -> int:
-        """How many of these leading blocks an earlier prompt had, resident or not; notes them as seen."""
+        """How many of these leading blocks an earlier prompt had. Notes them as seen."""
         seen, known = self._seen, next((i for i, key in enumerate(keys) if key not in self._seen), len(keys))
         for key in reversed(keys):  # a prefix is not forgotten before what is behind it
             seen[key] = None
