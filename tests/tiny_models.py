@@ -26,6 +26,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -130,6 +132,17 @@ def _qwen3_5_with_images() -> PreTrainedModel:
 def _qwen3_5_moe(**changes: Any) -> dict[str, Any]:
     shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
     return shape | _RECURRENT | _SHARED_EXPERT | changes
+
+
+def _granite_hybrid(**changes: Any) -> PreTrainedModel:
+    mamba = {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+        "mamba_expand": 1, "num_local_experts": 0, "shared_intermediate_size": 72, "mamba_proj_bias": True,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15,
+        "logits_scaling": 2.0,
+    }  # fmt: skip
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**(_SHAPE | mamba | changes)))
 
 
 def _qwen3_5_moe_with_images() -> PreTrainedModel:
@@ -311,6 +324,11 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe-some-dense": lambda: _qwen3_moe(
         mlp_only_layers=[0], norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True
     ),
+    "granite-hybrid": _granite_hybrid,
+    "granite-hybrid-moe-rope": lambda: _granite_hybrid(
+        position_embedding_type="rope", num_local_experts=8, num_experts_per_tok=3, mamba_proj_bias=False,
+        mamba_conv_bias=False, mamba_n_groups=1, attention_bias=True, tie_word_embeddings=True,
+    ),
     "qwen3-next": _qwen3_next,
     "qwen3-next-dense-first": lambda: _qwen3_next(
         layer_types=[FULL, LINEAR, LINEAR, FULL], mlp_only_layers=[0, 1], linear_conv_kernel_dim=3,
@@ -358,7 +376,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 
 
-RECURRENT = {name for name in TINY_MODELS if name.startswith(("qwen3-next", "qwen3.5"))}
+RECURRENT = {name for name in TINY_MODELS if name.startswith(("qwen3-next", "qwen3.5", "granite-hybrid"))}
 """Those with recurrent states."""
 
 

@@ -165,7 +165,7 @@ def test_wrong_inputs_are_refused_and_change_nothing(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_with_the_kernel_is_the_layer_in_torch(kernel: FusedKernel, dtype: torch.dtype) -> None:
     """Decode rows beside a prompt, several steps, so that the states of both stay together."""
-    spec, generator = DeltaSpec((True,), 2, 4, 16, 12, 4, by_head=False), torch.Generator().manual_seed(3)
+    spec, generator = DeltaSpec((True,), 4, 2, 4, 16, 12, by_head=False), torch.Generator().manual_seed(3)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(dtype)
@@ -174,9 +174,9 @@ def test_a_layer_with_the_kernel_is_the_layer_in_torch(kernel: FusedKernel, dtyp
         return Linear(Dense(random(outputs, columns) * columns**-0.5), None)
 
     by_torch = DeltaLayer(
-        spec, 1e-6, linear(spec.conv_channels + spec.value_size, 24), linear(8, 24),
-        random(4, spec.conv_channels), random(4).float(), random(4).float(), random(12),
-        linear(24, spec.value_size),
+        linear(spec.conv_channels + spec.value_size, 24), linear(24, spec.value_size),
+        random(4, spec.conv_channels), None, spec, 1e-6, linear(8, 24), random(4).float(),
+        random(4).float(), random(12),
     )  # fmt: skip
     by_kernel = replace(by_torch, kernel=kernel)
     mine, theirs = (

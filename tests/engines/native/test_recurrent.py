@@ -1,4 +1,4 @@
-"""Layers with recurrent states: the gated delta rule, and the rows that hold the states."""
+"""Layers with recurrent states: the gated delta rule, Mamba-2, and the rows that hold the states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.native.architectures import read_spec
 from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.recurrent import state_space
 from sagellm.engines.native.recurrent.delta_rule import CHUNK, DeltaInputs, chunks, sequence, unit
+from sagellm.engines.native.recurrent.state_space import SpaceInputs
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.tiny_models import save_tiny
 
@@ -62,7 +64,55 @@ def test_strong_decay_stays_finite() -> None:
     torch.testing.assert_close(state, last)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def space_inputs(num_tokens: int, groups: int, shared: int, value: int, state: int, seed: int) -> SpaceInputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64)
+
+    step = torch.nn.functional.softplus(3 * random(groups * shared))
+    return SpaceInputs(
+        random(groups * shared, value), random(groups, state), random(groups, state), -step, step
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 2 * state_space.CHUNK + 9),
+    split=st.integers(0, 2 * state_space.CHUNK),
+    groups=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    value=st.integers(1, 9),
+    state=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_chunks_of_mamba_compute_what_single_tokens_do(
+    num_tokens: int, split: int, groups: int, shared: int, value: int, state: int, seed: int
+) -> None:
+    all_inputs = space_inputs(num_tokens, groups, shared, value, state, seed)
+    start = torch.randn(groups * shared, state, value, generator=torch.Generator().manual_seed(seed)).double()
+    expected, last = state_space.sequence(all_inputs, start)
+    first, found = state_space.chunks(all_inputs.of(0, split), start)
+    second, found = state_space.chunks(all_inputs.of(split, num_tokens), found)
+    torch.testing.assert_close(torch.cat([first, second]), expected, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(found, last, atol=1e-10, rtol=1e-9)
+
+
+def test_a_token_of_mamba_is_the_recurrence() -> None:
+    """S = exp(g) S + s B x^T, output = S^T C, head by head."""
+    given_inputs = space_inputs(3, 2, 2, 5, 4, 1)
+    states = torch.randn(3, 4, 4, 5, generator=torch.Generator().manual_seed(2)).double()
+    outputs, found = state_space.token(given_inputs, states)
+    for row in range(3):
+        for head in range(4):
+            write, read = given_inputs.write[row, head // 2], given_inputs.read[row, head // 2]
+            taken = given_inputs.step[row, head] * torch.outer(write, given_inputs.value[row, head])
+            expected = given_inputs.log_decay[row, head].exp() * states[row, head] + taken
+            torch.testing.assert_close(found[row, head], expected)
+            torch.testing.assert_close(outputs[row, head], read @ expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "granite-hybrid-moe-rope"])
 def test_the_kernels_give_the_tokens_of_torch(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
     found: list[list[Running]] = []
@@ -136,7 +186,7 @@ def test_an_engine_goes_on_after_a_failed_step(tmp_path: Path, overlap: bool) ->
         ({"layer_types": ["linear_attention"] * 2}, "at least one full_attention"),
         ({"layer_types": ["mamba", "full_attention"]}, "unknown: mamba"),
         ({"linear_num_value_heads": 3}, "3 value heads of linear attention, not a multiple of 2 key heads"),
-        ({"linear_conv_kernel_dim": 0}, "conv_width of linear attention must be positive, got 0"),
+        ({"linear_conv_kernel_dim": 0}, "conv_width of recurrent layers must be positive, got 0"),
         ({"num_experts": 0}, "count must be positive, got 0"),
     ],
 )
@@ -149,3 +199,29 @@ def test_malformed_configurations_are_refused_in_words(changes: dict[str, object
     }  # fmt: skip
     with pytest.raises(UnsupportedModelError, match=reason):
         read_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["mamba", "mamba"]}, "at least one full_attention"),
+        ({"layer_types": ["mamba", "moe"]}, "unknown: moe"),
+        ({"mamba_n_groups": 3}, "4 Mamba heads, not a multiple of 3 groups"),
+        ({"mamba_n_heads": 3}, "3 Mamba heads of 16, not mamba_expand x hidden_size = 64"),
+        ({"mamba_d_head": "wide"}, "head_dim of recurrent layers must be positive, got 'wide'"),
+        ({"mamba_d_conv": 0}, "conv_width of recurrent layers must be positive, got 0"),
+        ({"time_step_limit": [0.001, 0.1]}, "only \\[0, inf\\]"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported in Mamba layers, only silu"),
+        ({"num_experts_per_tok": 9}, "9 of 8 experts per token"),
+    ],
+)
+def test_malformed_granite_hybrids_are_refused_in_words(changes: dict[str, object], reason: str) -> None:
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    }  # fmt: skip
+    assert read_spec(config).recurrent is not None
+    with pytest.raises(UnsupportedModelError, match=reason):
+        read_spec({**config, **changes})

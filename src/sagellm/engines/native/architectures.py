@@ -84,6 +84,7 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Gemma3ForConditionalGeneration": gemma.gemma3_text_part,
     "DeepseekV2ForCausalLM": deepseek.deepseek,
     "DeepseekV3ForCausalLM": deepseek.deepseek,
+    "GraniteMoeHybridForCausalLM": recurrent.granite_hybrid,
     "Qwen3NextForCausalLM": recurrent.qwen3_next,
     "Qwen3_5ForCausalLM": recurrent.qwen3_5,
     "Qwen3_5ForConditionalGeneration": recurrent.qwen3_5_text_part,

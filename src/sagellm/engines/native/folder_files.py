@@ -71,7 +71,7 @@ class ConfigJson(_StrictModel):
     word_embed_proj_dim: Size | None = None
     num_hidden_layers: Layers | None = None
     num_experts: Size | None = None
-    num_local_experts: Size | None = None
+    num_local_experts: Annotated[int, Field(ge=0)] | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
     decoder_sparse_step: Size | None = None
@@ -118,6 +118,10 @@ class ConfigJson(_StrictModel):
     qk_nope_head_dim: Size | None = None
     v_head_dim: Size | None = None
     rope_interleave: bool | None = None
+    mamba_n_heads: Size | None = None
+    mamba_d_head: Size | str | None = None
+    mamba_expand: Size | None = None
+    shared_intermediate_size: Size | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
     hidden_act: str | None = None

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
 
 log = logging.getLogger("sagellm.quantization")
-_NOT_QUANTIZED = (".router.weight", ".shared_gate.weight", ".delta.gates.weight")
-_WIDE = ("correction", ".delta.decay", ".delta.step_bias")
+_NOT_QUANTIZED = (".router.weight", ".shared_gate.weight", ".recurrent.gates.weight")
+_WIDE = ("correction", ".recurrent.decay", ".recurrent.step_bias", ".recurrent.skip")
 Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
 
 

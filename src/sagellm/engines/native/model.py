@@ -23,8 +23,10 @@ from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
+from sagellm.engines.native.recurrent.layer import RecurrentLayer
+from sagellm.engines.native.recurrent.mamba_layer import MambaLayer
 from sagellm.engines.native.recurrent.states import RecurrentRows
-from sagellm.engines.native.recurrent_spec import DeltaSpec
+from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -136,7 +138,7 @@ class DecoderLayer:
     """Weights of one decoder layer: a mixer of tokens, and an MLP."""
 
     attn_norm: NormWeights
-    mixer: Attention | DeltaLayer
+    mixer: Attention | RecurrentLayer
     attn_out_norm: NormWeights
     mlp_norm: NormWeights
     mlp: Mlp | Mixture
@@ -226,7 +228,7 @@ class DecoderModel:
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             seen = self._sublayer_input(stream, layer.attn_norm)
-            if isinstance(layer.mixer, DeltaLayer):
+            if isinstance(layer.mixer, RecurrentLayer):
                 assert step.recurrent is not None
                 assert kv.states is not None
                 mixed = layer.mixer(seen, step.recurrent, kv.states.of(i))
@@ -389,7 +391,7 @@ def _layer(
 
     is_mixture = spec.has_experts(index)
     mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down"))
-    mixer: Attention | DeltaLayer
+    mixer: Attention | RecurrentLayer
     if spec.attends(index):
         scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
         kv_layer = sum(spec.attends(i) for i in range(index))
@@ -399,22 +401,29 @@ def _layer(
             linear("out"), -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
         )  # fmt: skip
     else:
-        mixer = _delta_layer(spec, weights, index, linear, kernels)
+        mixer = _recurrent_layer(spec, weights, index, linear, kernels)
     return DecoderLayer(
         norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm")
     )
 
 
-def _delta_layer(
+def _recurrent_layer(
     spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear], kernels: KernelSet
-) -> DeltaLayer:
-    delta, own, tensors = spec.recurrent, f"layers.{index}.delta.", weights.tensors
-    assert delta is not None
+) -> RecurrentLayer:
+    def tensor(name: str) -> torch.Tensor:
+        return weights.tensors[f"layers.{index}.recurrent.{name}"]
+
+    into, output = linear("recurrent.into"), linear("recurrent.out")
+    conv, rates = tensor("conv").squeeze(1).T.contiguous(), (tensor("decay"), tensor("step_bias"))
+    recurrent, norm = spec.recurrent, tensor("norm")
+    if isinstance(recurrent, MambaSpec):
+        bias = tensor("conv_bias") if recurrent.conv_bias else None
+        return MambaLayer(into, output, conv, bias, recurrent, *rates, tensor("skip"), norm)
+    assert recurrent is not None
+    gates = linear("recurrent.gates")
     return DeltaLayer(
-        delta, spec.norm_eps, linear("delta.into"), linear("delta.gates"),
-        tensors[own + "conv"].squeeze(1).T.contiguous(), tensors[own + "decay"], tensors[own + "step_bias"],
-        tensors[own + "norm"], linear("delta.out"), kernels.delta_step,
-    )  # fmt: skip
+        into, output, conv, None, recurrent, spec.norm_eps, gates, *rates, norm, kernels.delta_step
+    )
 
 
 def _latent(spec: ModelSpec, weights: ModelWeights, index: int, kernels: KernelSet) -> LatentLayer | None:
@@ -474,7 +483,7 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in _TANH_GELU
     if spec.experts is not None:
         kernels = _for_experts(kernels, spec.experts, x)
-    if spec.recurrent is not None:
+    if isinstance(spec.recurrent, DeltaSpec):
         kernels = _for_delta(kernels, spec.recurrent, x)
     return replace(
         kernels,

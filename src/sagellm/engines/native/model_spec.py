@@ -11,7 +11,7 @@ from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.latent_spec import LatentSpec
-from sagellm.engines.native.recurrent_spec import DeltaSpec
+from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 from sagellm.engines.native.rope import RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -34,7 +34,8 @@ class TensorNames:
     """A family's names in its checkpoints.
 
     All but `head` are below `root`; those of a layer are below the layer. `qkv` and `up` are stacked. The
-    output norms are there where `ModelSpec.norm_place` has them.
+    output norms are there where `ModelSpec.norm_place` has them. `stacked_up` and `stacked_down` are tensors
+    of all experts of a layer. The shared experts' matrices have the names of an expert's, if none are given.
     """
 
     root: str = "model."
@@ -52,7 +53,11 @@ class TensorNames:
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = "gate_up_proj"
+    stacked_down: str = "down_proj"
     shared_experts: str = "mlp.shared_experts"
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
     recurrent: str = "linear_attn"
 
 
@@ -113,7 +118,7 @@ class ModelSpec:
     names: TensorNames = TensorNames()
     latent: LatentSpec | None = None
     """Latent attention: the cache has one KV head of `latent.width` numbers."""
-    recurrent: DeltaSpec | None = None
+    recurrent: DeltaSpec | MambaSpec | None = None
     """Layers with a recurrent state in the place of attention; they have no KV."""
     output_gate: bool = False
     """Attention's output is multiplied by the sigmoid of a gate, whose rows follow each head's query."""

@@ -21,10 +21,9 @@ from sagellm.engines.native.checkpoint import FLOATS, Checkpoint, TensorEntry
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 
 EMBEDDING = "embed.weight"
-STACKED_UP = "gate_up_proj"
-"""The tensor of all experts' gates and ups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,9 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     with experts `layers.I.{router,experts.up,experts.down}`, and up and down if a part is shared by tokens,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm. The
-    qkv of attention with an output gate begins with the gate. A recurrent layer has `delta.into`,
-    `delta.gates`, `delta.conv`, `delta.decay`, `delta.step_bias` and `delta.norm` in place of qkv.
+    qkv of attention with an output gate begins with the gate. A recurrent layer has
+    `recurrent.{into,conv,decay,step_bias,norm,out}` in place of qkv and out, and `recurrent.gates` (delta
+    rule) or `recurrent.{conv_bias,skip}` (Mamba).
     """
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
     return [
@@ -104,7 +104,7 @@ def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     if experts is None or experts.stacked:
         return spec
     module = f"{spec.names.root}layers.{experts.layers.index(True)}.{spec.names.experts}"
-    if f"{module}.{STACKED_UP}" not in checkpoint:
+    if f"{module}.{spec.names.stacked_up}" not in checkpoint:
         return spec
     return replace(spec, experts=replace(experts, stacked="rows"))
 
@@ -148,7 +148,7 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
     if not spec.attends(index):
-        yield from _recurrent(spec, ours + "delta.", f"{theirs}{names.recurrent}.")
+        yield from _recurrent(spec, ours + "recurrent.", f"{theirs}{names.recurrent}.")
     elif spec.latent is not None:
         yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
     elif spec.output_gate:
@@ -196,9 +196,9 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
         yield ours + "router.correction", (bias,)
     if shared:
         module = f"{theirs}{names.shared_experts}."
-        up = [(module + name, shared) for name in names.expert_up]
+        up = _stacked(module, names.shared_up or names.expert_up, (shared, shared))
         yield from _linear(ours + "up", up, spec.hidden_size, bias=spec.mlp_bias)
-        down = [(module + names.expert_down, spec.hidden_size)]
+        down = [(module + (names.shared_down or names.expert_down), spec.hidden_size)]
         yield from _linear(ours + "down", down, shared, bias=spec.mlp_bias)
     if experts.shared_gate:
         gate = [(f"{theirs}{names.shared_experts}_gate", 1)]
@@ -206,8 +206,8 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 
 
 def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: str) -> Plan:
-    sizes = {"up": (STACKED_UP, 2 * experts.width, spec.hidden_size)}
-    sizes["down"] = ("down_proj", spec.hidden_size, experts.width)
+    sizes = {"up": (spec.names.stacked_up, 2 * experts.width, spec.hidden_size)}
+    sizes["down"] = (spec.names.stacked_down, spec.hidden_size, experts.width)
     by_column = experts.stacked == "columns"
     for ending, (name, outputs, inputs) in sizes.items():
         mine, stored, count = f"{ours}experts.{ending}", f"{module}.{name}", experts.count
@@ -263,8 +263,28 @@ def _gated_qkv(spec: ModelSpec, ours: str, qkv: Sequence[tuple[str, int]], order
 
 
 def _recurrent(spec: ModelSpec, ours: str, theirs: str) -> Plan:
-    delta, hidden = spec.recurrent, spec.hidden_size
-    assert delta is not None
+    recurrent = spec.recurrent
+    assert recurrent is not None
+    if isinstance(recurrent, MambaSpec):
+        heads, inner, bias = recurrent.heads, recurrent.inner_size, recurrent.has_bias
+        into = [(theirs + "in_proj", inner + recurrent.conv_channels + heads)]
+        yield from _linear(ours + "into", into, spec.hidden_size, bias=bias)
+        if recurrent.conv_bias:
+            yield ours + "conv_bias", (WeightPiece(theirs + "conv1d.bias", (recurrent.conv_channels,)),)
+        yield ours + "skip", (WeightPiece(theirs + "D", (heads,)),)
+        yield ours + "norm", (WeightPiece(theirs + "norm.weight", (inner,)),)
+    else:
+        heads, inner, bias = recurrent.value_heads, recurrent.value_size, False
+        yield from _delta_inputs(recurrent, spec.hidden_size, ours, theirs)
+        yield ours + "norm", (WeightPiece(theirs + "norm.weight", (recurrent.value_dim,)),)
+    conv = WeightPiece(theirs + "conv1d.weight", (recurrent.conv_channels, 1, recurrent.conv_width))
+    yield ours + "conv", (conv,)
+    yield ours + "decay", (WeightPiece(theirs + "A_log", (heads,)),)
+    yield ours + "step_bias", (WeightPiece(theirs + "dt_bias", (heads,)),)
+    yield from _linear(ours + "out", [(theirs + "out_proj", spec.hidden_size)], inner, bias=bias)
+
+
+def _delta_inputs(delta: DeltaSpec, hidden: int, ours: str, theirs: str) -> Plan:
     into = [("in_proj_qkv", delta.conv_channels), ("in_proj_z", delta.value_size)]
     gates = [("in_proj_b", delta.value_heads), ("in_proj_a", delta.value_heads)]
     orders: tuple[tuple[int, ...], ...] = ((), ())
@@ -275,12 +295,6 @@ def _recurrent(spec: ModelSpec, ours: str, theirs: str) -> Plan:
         stored = [(theirs + stem, count) for stem, count in rows]
         turned = (int(bool(order)),) * len(rows)
         yield from _linear(ours + name, stored, hidden, turned=turned, order=order)
-    conv = WeightPiece(theirs + "conv1d.weight", (delta.conv_channels, 1, delta.conv_width))
-    yield ours + "conv", (conv,)
-    yield ours + "decay", (WeightPiece(theirs + "A_log", (delta.value_heads,)),)
-    yield ours + "step_bias", (WeightPiece(theirs + "dt_bias", (delta.value_heads,)),)
-    yield ours + "norm", (WeightPiece(theirs + "norm.weight", (delta.value_dim,)),)
-    yield from _linear(ours + "out", [(theirs + "out_proj", hidden)], delta.value_size)
 
 
 def _linear(

@@ -13,7 +13,7 @@ import torch
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Join
 from sagellm.engines.native.memory import lazy_zeros
-from sagellm.engines.native.recurrent_spec import DeltaSpec
+from sagellm.engines.native.recurrent_spec import RecurrentSpec
 
 if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
@@ -56,7 +56,7 @@ class KeptPart(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LayerStates:
     """The states of one layer. `conv` [rows, width - 1, channels]: the last inputs of the convolution;
-    `matrix` [rows, heads, key, value], in float32 or float64. A kept state has them from `first_byte` on.
+    `matrix` [rows, *state shape], in float32 or float64. A kept state has them from `first_byte` on.
     """
 
     conv: torch.Tensor
@@ -96,7 +96,7 @@ class RecurrentStates:
     A step moves the states of its rows on in place. If it fails they are void until their rows join anew.
     """
 
-    def __init__(self, spec: DeltaSpec, max_rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: RecurrentSpec, max_rows: int, device: torch.device, dtype: torch.dtype) -> None:
         zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
         wide = torch.promote_types(dtype, torch.float32)
         conv, matrix = (max_rows, spec.conv_width - 1, spec.conv_channels), (max_rows, *spec.state_shape)
