@@ -207,6 +207,9 @@ class KernelSet:
     input projections [T, channels + heads x value dim] and [T, 2 heads], int64 [T] the state of each, tails
     of the convolution [n, width - 1, channels] and states float32 [n, heads, key dim, value dim], both moved
     on in place, and weights: [width, channels], decay and step bias float32 [heads], norm [value dim], eps.
+    `mamba_step`: the same by Mamba-2 up to the norm, float32 [T, heads x head dim], of the input projection
+    [T, heads x head dim + channels + heads], the state of each, tails, states float32 [n, heads, state dim,
+    head dim], and weights: [width, channels], [channels] or None, decay, step bias and skip float32 [heads].
 
     `record` captures work that is done by these kernels alone.
     """
@@ -223,6 +226,7 @@ class KernelSet:
     combine: FusedKernel | None = None
     grouped: FusedKernel | None = None
     delta_step: FusedKernel | None = None
+    mamba_step: FusedKernel | None = None
     record: Capture | None = None
 
 

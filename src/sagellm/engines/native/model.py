@@ -418,7 +418,8 @@ def _recurrent_layer(
     recurrent, norm = spec.recurrent, tensor("norm")
     if isinstance(recurrent, MambaSpec):
         bias = tensor("conv_bias") if recurrent.conv_bias else None
-        return MambaLayer(into, output, conv, bias, recurrent, *rates, tensor("skip"), norm)
+        skip, kernel = tensor("skip"), kernels.mamba_step
+        return MambaLayer(into, output, conv, bias, recurrent, *rates, skip, norm, kernel)
     assert recurrent is not None
     gates = linear("recurrent.gates")
     return DeltaLayer(
@@ -485,6 +486,8 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
         kernels = _for_experts(kernels, spec.experts, x)
     if isinstance(spec.recurrent, DeltaSpec):
         kernels = _for_delta(kernels, spec.recurrent, x)
+    if isinstance(spec.recurrent, MambaSpec):
+        kernels = _for_mamba(kernels, spec.recurrent, x)
     return replace(
         kernels,
         add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
@@ -508,6 +511,18 @@ def _for_delta(kernels: KernelSet, delta: DeltaSpec, x: torch.Tensor) -> KernelS
         states, x.new_ones(delta.conv_width, channels), rates, rates, x.new_ones(delta.value_dim), 1e-6,
     )  # fmt: skip
     return replace(kernels, delta_step=_usable(kernels.delta_step, *inputs))
+
+
+def _for_mamba(kernels: KernelSet, mamba: MambaSpec, x: torch.Tensor) -> KernelSet:
+    """`kernels` without that of Mamba-2 where it cannot serve these layers."""
+    channels, wide = mamba.conv_channels, torch.promote_types(x.dtype, torch.float32)
+    rates, states = (x.new_ones(shape, dtype=wide) for shape in (mamba.heads, (1, *mamba.state_shape)))
+    inputs = (
+        x.new_ones(1, mamba.inner_size + channels + mamba.heads),
+        torch.zeros(1, dtype=torch.long, device=x.device), x.new_ones(1, mamba.conv_width - 1, channels),
+        states, x.new_ones(mamba.conv_width, channels), None, rates, rates, rates,
+    )  # fmt: skip
+    return replace(kernels, mamba_step=_usable(kernels.mamba_step, *inputs))
 
 
 def _for_experts(kernels: KernelSet, experts: ExpertSpec, x: torch.Tensor) -> KernelSet:

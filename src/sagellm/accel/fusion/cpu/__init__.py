@@ -14,11 +14,12 @@ from sagellm.accel.fusion.cpu.experts import CpuCombineExperts, CpuRouteToExpert
 from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
 from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
 from sagellm.accel.fusion.cpu.linear import CpuLinear
+from sagellm.accel.fusion.cpu.mamba import CpuMambaStep
 from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
-SOURCES = ("linear", "attention", "glue", "quantized", "experts", "delta")
+SOURCES = ("linear", "attention", "glue", "quantized", "experts", "delta", "mamba")
 log = logging.getLogger("sagellm.kernels")
 
 __all__ = ["CpuLinear", "CpuPagedAttention", "CpuQuantizedLinear", "cpu_kernels"]
@@ -36,7 +37,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
         linear = loaded(paths[0])
         others = (loaded(path, threads_of=paths[0]) for path in paths[1:])
-        attention, glue, quantized, experts, delta = others
+        attention, glue, quantized, experts, delta, mamba = others
         caller = Caller(threads)
         kernels = KernelSet(
             CpuLinear(linear, caller, level),
@@ -49,6 +50,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             route=CpuRouteToExperts(experts, caller),
             combine=CpuCombineExperts(experts, caller),
             delta_step=CpuDeltaStep(delta, caller),
+            mamba_step=CpuMambaStep(mamba, caller),
             record=partial(caller.record, kernel_function(linear, "sagellm_replay")),
         )
     except KernelError as error:

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "elements.h"
+#include "recurrent.h"
 #include "scratch.h"
 
 // A row of `mixed` has the queries and keys of `key_heads` heads and the values of `heads` heads, its channels, and
@@ -36,81 +37,14 @@ struct DeltaStep {
 
 namespace delta {
 
+using namespace recurrent;
+
 constexpr float NORM_EPS = 1e-6f;
-constexpr int64_t ALONE = 1 << 15;  // numbers in all states that one thread updates alone: some microseconds
-
-// A head's token: vectors, what is left of its state, and how much of the correction is applied.
-struct Token {
-    const float *query, *key, *value;
-    float left, beta;
-};
-
-// Columns of a state [key_dim, stride] by N vectors, of which `count` columns exist: the state forgets, is corrected
-// and then read. `out` are the same columns of the output.
-template <int N>
-void columns(const Token &token, float *state, int64_t key_dim, int64_t stride, const float *value, float *out,
-             int64_t count) {
-    Vector known[N], read[N];
-    for (int n = 0; n < N; n++) known[n] = read[n] = zero();
-    for (int64_t i = 0; i < key_dim; i++)
-        for (int n = 0; n < N; n++)
-            known[n] = multiply_add(take(state + i * stride + n * WIDTH, count - n * WIDTH), all(token.key[i]), known[n]);
-    const Vector left = all(token.left);
-    for (int n = 0; n < N; n++) {
-        const Vector error = difference(take(value + n * WIDTH, count - n * WIDTH), multiply(known[n], left));
-        known[n] = multiply(error, all(token.beta));  // now the correction
-    }
-    for (int64_t i = 0; i < key_dim; i++) {
-        const Vector key = all(token.key[i]), query = all(token.query[i]);
-        for (int n = 0; n < N; n++) {
-            float *at = state + i * stride + n * WIDTH;
-            const Vector now = multiply_add(key, known[n], multiply(take(at, count - n * WIDTH), left));
-            put(at, now, count - n * WIDTH);
-            read[n] = multiply_add(now, query, read[n]);
-        }
-    }
-    for (int n = 0; n < N; n++) put(out + n * WIDTH, read[n], count - n * WIDTH);
-}
-
-inline void update(const Token &token, float *state, int64_t key_dim, int64_t value_dim, float *out) {
-    constexpr int N = 4;
-    int64_t first = 0;
-    for (; value_dim - first >= N * WIDTH; first += N * WIDTH)
-        columns<N>(token, state + first, key_dim, value_dim, token.value + first, out + first, N * WIDTH);
-    by_vectors(first, value_dim, [&](int64_t i, int64_t left) {
-        columns<1>(token, state + i, key_dim, value_dim, token.value + i, out + i, left);
-    });
-}
-
-// Writes `count` channels from `first` on, after convolution and SiLU, to `to`, and moves their tail on.
-template <typename T>
-void convolve(const DeltaStep &job, const T *mixed, T *tail, int64_t first, int64_t count, float *to) {
-    const int64_t channels = job.channels(), kept = job.width - 1;
-    const T *conv = static_cast<const T *>(job.conv);
-    by_vectors(0, count, [&](int64_t n, int64_t left) {
-        const int64_t i = first + n;
-        const Vector newest = take(mixed + i, left);
-        Vector sum = multiply(newest, take(conv + kept * channels + i, left));
-        for (int64_t t = 0; t < kept; t++) {
-            const Vector seen = take(tail + t * channels + i, left);
-            sum = multiply_add(seen, take(conv + t * channels + i, left), sum);
-            if (t) put(tail + (t - 1) * channels + i, seen, left);
-        }
-        if (kept) put(tail + (kept - 1) * channels + i, newest, left);
-        put(to + n, silu(sum), left);
-    });
-}
-
 inline void to_length(float *x, int64_t count, float length) {
     Squares squares;
     by_vectors(0, count, [&](int64_t i, int64_t left) { squares.add(take(x + i, left)); });
     const Vector factor = all(length / std::sqrt(squares.sum() + NORM_EPS));
     by_vectors(0, count, [&](int64_t i, int64_t left) { put(x + i, multiply(take(x + i, left), factor), left); });
-}
-
-inline float left_of_state(float decay, float step) {
-    const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
-    return std::exp(-std::exp(decay) * softplus);
 }
 
 // y = RMSNorm(x) weight silu(gate).
@@ -134,17 +68,18 @@ void heads_of_key(const DeltaStep &job, int64_t row, int64_t g, float *floats) {
     T *tail = static_cast<T *>(job.tails) + slot * job.tail_stride;
     float *query = floats, *key = query + job.key_dim, *value = key + job.key_dim;
     float *out = value + shared * job.value_dim;
-    convolve(job, mixed, tail, g * job.key_dim, job.key_dim, query);
-    convolve(job, mixed, tail, keys + g * job.key_dim, job.key_dim, key);
-    convolve(job, mixed, tail, 2 * keys + g * shared * job.value_dim, shared * job.value_dim, value);
+    const Convolution<T> conv = {static_cast<const T *>(job.conv), nullptr, job.channels(), job.width};
+    conv.step(mixed, tail, g * job.key_dim, job.key_dim, query);
+    conv.step(mixed, tail, keys + g * job.key_dim, job.key_dim, key);
+    conv.step(mixed, tail, 2 * keys + g * shared * job.value_dim, shared * job.value_dim, value);
     to_length(query, job.key_dim, 1.0f / std::sqrt(float(job.key_dim)));
     to_length(key, job.key_dim, 1.0f);
     for (int64_t h = g * shared; h < (g + 1) * shared; h++, value += job.value_dim) {
         const float step = as_float(gates[job.heads + h]) + job.step_bias[h];
-        const Token token = {query, key, value, left_of_state(job.decay[h], step),
+        const Token token = {query, key, value, std::exp(-std::exp(job.decay[h]) * softplus(step)),
                              1.0f / (1.0f + std::exp(-as_float(gates[h])))};
         float *state = job.states + slot * job.state_stride + h * job.key_dim * job.value_dim;
-        update(token, state, job.key_dim, job.value_dim, out);
+        update<true>(token, state, job.key_dim, job.value_dim, out);
         const int64_t at = h * job.value_dim;
         gated_norm(out, static_cast<const T *>(job.norm), mixed + job.channels() + at, job.value_dim, job.eps,
                    static_cast<T *>(job.y) + row * job.heads * job.value_dim + at);

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.recurrent.layer import RecurrentLayer
 from sagellm.engines.native.recurrent.state_space import SpaceInputs, chunks, token
+from sagellm.engines.native.recurrent.states import LayerStates
 from sagellm.engines.native.recurrent_spec import MambaSpec
 
 
@@ -26,13 +28,24 @@ class MambaLayer(RecurrentLayer):
     step_bias: torch.Tensor
     skip: torch.Tensor
     norm: torch.Tensor
+    kernel: FusedKernel | None = None
 
     def _projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        spec = self.spec
-        return torch.split(self.into(x), [spec.inner_size, spec.conv_channels, spec.heads], dim=-1)
+        return (self.into(x),)
 
     def _channels(self, projected: Sequence[torch.Tensor]) -> torch.Tensor:
-        return projected[1]
+        return projected[0][:, self.spec.inner_size : self.spec.inner_size + self.spec.conv_channels]
+
+    def _decoded(
+        self, projected: Sequence[torch.Tensor], rows: torch.Tensor, states: LayerStates
+    ) -> torch.Tensor:
+        if self.kernel is None:
+            return RecurrentLayer._decoded(self, projected, rows, states)
+        gated: torch.Tensor = self.kernel.apply(
+            *projected, rows, states.conv, states.matrix, self.conv, self.conv_bias, self.decay,
+            self.step_bias, self.skip,
+        )  # fmt: skip
+        return self._normed(gated, self.conv.dtype)
 
     def _computed(
         self, convolved: torch.Tensor, projected: Sequence[torch.Tensor], states: torch.Tensor, *,
@@ -42,13 +55,15 @@ class MambaLayer(RecurrentLayer):
         value, write, read = torch.split(wide, [spec.inner_size, *[spec.group_size] * 2], dim=-1)
         value = value.reshape(-1, spec.heads, spec.head_dim)
         write, read = (x.reshape(-1, spec.groups, spec.state_dim) for x in (write, read))
-        step = F.softplus(projected[2].to(wide.dtype) + self.step_bias)
+        step = F.softplus(projected[0][:, -spec.heads :].to(wide.dtype) + self.step_bias)
         inputs = SpaceInputs(value, write, read, -self.decay.exp() * step, step)
         outputs, states = (token if is_decode else chunks)(inputs, states)
-        return self._gated(outputs + value * self.skip.unsqueeze(-1), projected[0]), states
+        outputs = (outputs + value * self.skip.unsqueeze(-1)).flatten(1)
+        gated = outputs * F.silu(projected[0][:, : spec.inner_size].to(wide.dtype))
+        return self._normed(gated, convolved.dtype), states
 
-    def _gated(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Times SiLU of the gate [T, heads x head dim], and RMSNorm by group."""
-        gated = (outputs.flatten(1) * F.silu(gate.to(outputs.dtype))).view(len(gate), self.spec.groups, -1)
-        normed = F.rms_norm(gated, gated.shape[-1:], None, self.spec.norm_eps).flatten(1)
-        return normed.to(gate.dtype) * self.norm
+    def _normed(self, gated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """RMSNorm of the outputs [T, heads x head dim], by group."""
+        by_group = gated.view(len(gated), self.spec.groups, -1)
+        normed = F.rms_norm(by_group, by_group.shape[-1:], None, self.spec.norm_eps).flatten(1)
+        return normed.to(dtype) * self.norm
