@@ -91,7 +91,7 @@ bool run(const Attention &job, int32_t threads) {
     list_tasks(job, tasks, progress);
     const size_t query_bytes =
         sum.parts ? size_t(one_token::Sums::rows(job) * job.padded_dim()) * sizeof(float) : 0;
-    const size_t tile_bytes = sum.tile_tasks ? query_tiles::Buffers::bytes(job) : 0;
+    const size_t tile_bytes = sum.tile_tasks ? query_tiles::Buffers<Form>::bytes(job) : 0;
     std::atomic<bool> failed{false};
     std::atomic<int64_t> next{0};
     const int32_t useful = sum.work < LEAST_WORK ? 1 : sum.tasks < threads ? int32_t(sum.tasks) : threads;
@@ -119,6 +119,10 @@ bool run(const Attention &job, int32_t threads) {
 extern "C" EXPORTED int32_t sagellm_paged_attention(const Attention *job, int32_t threads) {
     const Outcome outcome = check(*job);
     if (outcome != DONE || job->num_spans == 0) return outcome;
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if (job->query_type == BFLOAT16 && job->pool_type == BFLOAT16 && tiles::are_granted())
+        return run<TiledPairs>(*job, threads) ? DONE : NO_MEMORY;
+#endif
 #if defined(__AVX512BF16__)
     if (job->query_type == BFLOAT16 && job->pool_type == BFLOAT16) return run<Pairs>(*job, threads) ? DONE : NO_MEMORY;
 #endif

@@ -70,6 +70,7 @@ template <typename T>
 struct Floats {
     typedef T Number;
     static constexpr int64_t GROUP = 1;
+    static constexpr bool IN_TILES = false;
 
     static Vector add(Vector a, Vector b, Vector sum) { return multiply_add(a, b, sum); }
     static Vector words(const T *from) { return load(from); }
@@ -102,6 +103,7 @@ struct Floats {
 struct Pairs {
     typedef BFloat16 Number;
     static constexpr int64_t GROUP = 2;
+    static constexpr bool IN_TILES = false;
 
     static Vector add(Vector a, Vector b, Vector sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
     static Vector words(const BFloat16 *from) { return load(reinterpret_cast<const float *>(from)); }
@@ -147,6 +149,11 @@ struct Pairs {
     static void load_query(const Attention &job, int64_t at, float *to) {
         std::memcpy(to, static_cast<const BFloat16 *>(job.query) + at, size_t(job.head_dim) * sizeof(BFloat16));
     }
+};
+
+// The same words, for registers in tiles.
+struct TiledPairs : Pairs {
+    static constexpr bool IN_TILES = true;
 };
 #endif
 

@@ -4,6 +4,7 @@
 
 #pragma once
 #include "attention.h"
+#include "attention_tiles.h"
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -18,6 +19,9 @@ constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
 // Keys of a tile: 16 KiB for a head of 64 dims.
 template <typename Form>
 constexpr int64_t KEYS = 64 * Form::GROUP;
+// Rows that meet a tile of keys at once.
+template <typename Form>
+constexpr int64_t ROWS = Form::IN_TILES ? 32 : PANEL;
 
 // The most query tokens of one task.
 inline int64_t tile_tokens(const Attention &job) {
@@ -32,15 +36,17 @@ inline int64_t share(const Attention &job, const Span &span) {
     return (span.tokens + tasks - 1) / tasks;
 }
 
-// A thread's buffers. For rows: packed queries, panel by panel and in a panel word by word; scores; sums; softmax. Keys
-// lie word by word, each word for all keys; values lie key by key, or group by group.
+// A thread's buffers. For rows: packed queries, panel by panel and in a panel word by word, or for registers in tiles
+// row by row; scores; sums; softmax. Keys lie word by word, each word for all keys; values lie key by key, or group by
+// group.
+template <typename Form>
 struct Buffers {
     float *query, *scores, *sums, *keys, *values, *row;
     Softmax *softmax;
     int64_t *positions;
 
     static int64_t rows(const Attention &job) {
-        return (tile_tokens(job) * job.group() + PANEL - 1) / PANEL * PANEL;
+        return (tile_tokens(job) * job.group() + ROWS<Form> - 1) / ROWS<Form> * ROWS<Form>;
     }
     static size_t bytes(const Attention &job) {
         const int64_t dim = job.padded_dim(), both = dim + job.padded_value_dim();
@@ -84,15 +90,20 @@ int64_t num_words(const Attention &job) {
 }
 
 template <typename Form>
-void pack_query(const Tile &tile, Buffers &to) {
+void pack_query(const Tile &tile, Buffers<Form> &to) {
     const int64_t dim = tile.job.padded_dim(), group = tile.job.group(), words = num_words<Form>(tile.job);
-    std::memset(to.query, 0, size_t(Buffers::rows(tile.job) * dim) * sizeof *to.query);
-    for (int64_t row = 0; row < Buffers::rows(tile.job); row++) {
+    const int64_t rows = Buffers<Form>::rows(tile.job);
+    std::memset(to.query, 0, size_t(rows * dim) * sizeof *to.query);
+    for (int64_t row = 0; row < rows; row++) {
         const int64_t token = tile.first + (row < tile.rows ? row : tile.rows - 1) / group;
         to.positions[row] = tile.span.start + token;
         to.softmax[row].begin();
         if (row >= tile.rows) continue;
         load_query<Form>(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
+        if (Form::IN_TILES) {
+            std::memcpy(to.query + row * dim, to.row, size_t(words) * sizeof *to.row);
+            continue;
+        }
         float *lane = to.query + row / PANEL * PANEL * dim + row % PANEL;
         for (int64_t d = 0; d < words; d++) lane[d * PANEL] = to.row[d];
     }
@@ -166,7 +177,7 @@ struct Places {
 
 // Packs a tile's keys, with zeros up to KEYS, and values.
 template <typename Form>
-void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
+void pack_tile(const Attention &job, const Places<Form> &from, Buffers<Form> &to) {
     constexpr int64_t STEP = WIDTH * Form::GROUP;
     const int64_t dim = job.head_dim, size = job.padded_value_dim(), words = (dim + STEP - 1) / STEP * WIDTH;
     for (int64_t j = 0; j < KEYS<Form>; j += 4) {
@@ -240,7 +251,7 @@ void add_values(const float *values, const float *weights, const float *factors,
 // touch keys that it does not see, whose values may be inf or NaN: groups that all rows see are added for all rows at
 // once, the rest row by row.
 template <typename Form>
-void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
+void add_panel(const Attention &job, Buffers<Form> &buffers, int64_t row, int64_t key) {
     static const float ones[1] = {1.0f};
     const int64_t size = job.padded_value_dim();
     float *weights = buffers.scores + row * KEYS<Form>, *sums = buffers.sums + row * size, factors[PANEL];
@@ -262,39 +273,116 @@ void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key)
     }
 }
 
+#if defined(__AMX_BF16__) && defined(__linux__)
+// The same for 32 rows, their scores included. A key that a row does not see has weight 0, and its values are added too
+// if all of them are finite.
+template <typename Form>
+void add_block(const Tile &tile, Buffers<Form> &buffers, int64_t row, int64_t key, int64_t words, bool are_finite) {
+    const Attention &job = tile.job;
+    const int64_t size = job.padded_value_dim(), count = tile.rows - row < ROWS<Form> ? tile.rows - row : ROWS<Form>;
+    float *scores = buffers.scores + row * KEYS<Form>, *sums = buffers.sums + row * size, factors[ROWS<Form>];
+    int64_t low[ROWS<Form>] = {}, high[ROWS<Form>] = {}, from = KEYS<Form>, to = 0;
+    for (int64_t m = 0; m < count; m++) {
+        low[m] = low_of(job, buffers.positions[row + m], key), high[m] = high_of<Form>(buffers.positions[row + m], key);
+        if (low[m] >= high[m]) continue;
+        from = low[m] < from ? low[m] : from;
+        to = high[m] > to ? high[m] : to;
+    }
+    constexpr int64_t STEP = attention_tiles::KEYS_AT_ONCE;
+    from = from / STEP * STEP, to = (to + STEP - 1) / STEP * STEP;
+    attention_tiles::score(buffers.query + row * job.padded_dim(), job.padded_dim(), buffers.keys, KEYS<Form>,
+                           (words + WIDTH - 1) / WIDTH * WIDTH, from, to, scores);
+    const Vector factor = all(job.factor());
+    for (int64_t m = 0; m < count; m++) {
+        float *mine = scores + m * KEYS<Form>;
+        for (int64_t i = from; i < to; i += WIDTH) save(mine + i, multiply(load(mine + i), factor));
+        if (job.softcap > 0) cap_scores(job, mine + from, to - from);
+    }
+    add_scores<Form, ROWS<Form>, KEYS<Form>>(scores, low, high, buffers.softmax + row, factors);
+    for (int64_t m = 0; m < count; m++) {
+        float *mine = scores + m * KEYS<Form>;
+        if (!are_finite) {
+            if (low[m] < high[m])
+                add_values<Form, 1>(buffers.values, mine, factors + m, low[m], high[m], size, sums + m * size);
+            continue;
+        }
+        const bool sees = low[m] < high[m];
+        const int64_t first = sees ? low[m] / WIDTH * WIDTH : to, last = sees ? (high[m] + WIDTH - 1) / WIDTH * WIDTH : to;
+        for (int64_t i = from; i < first; i += Form::GROUP) mine[i / Form::GROUP] = 0.0f;
+        for (int64_t i = last; i < to; i += Form::GROUP) mine[i / Form::GROUP] = 0.0f;
+        if (factors[m] == 1.0f) continue;
+        for (int64_t d = 0; d < size; d += WIDTH)
+            save(sums + m * size + d, multiply(load(sums + m * size + d), all(factors[m])));
+    }
+    if (are_finite) attention_tiles::add_values(scores, KEYS<Form>, buffers.values, size, from, to, sums);
+}
+
+// Adds the key tile at `places` for all blocks of rows that see a key of it.
+template <typename Form>
+void add_blocks(const Tile &tile, Buffers<Form> &buffers, const Places<Form> &places, const Places<Form> &next,
+                int64_t words, int64_t first, int64_t last) {
+    const int64_t size = tile.job.padded_value_dim(), pairs = (places.count + 1) / 2, blocks = (last - first + 31) / 32;
+    std::memset(buffers.values + pairs * size, 0, size_t((KEYS<Form> / 2 - pairs) * size) * sizeof *buffers.values);
+    const bool are_finite = attention_tiles::are_finite(buffers.values, pairs * size);
+    for (int64_t i = 0; i < blocks; i++) {
+        next.prefetch(i, blocks, tile.job);
+        add_block<Form>(tile, buffers, first + i * ROWS<Form>, places.first, words, are_finite);
+    }
+}
+#endif
+
 // The rows [first, last) of panels that see a key of the tile at `key`.
 template <typename Form>
-void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, int64_t &first, int64_t &last) {
+void visible_rows(const Tile &tile, const Buffers<Form> &buffers, int64_t key, int64_t &first, int64_t &last) {
+    constexpr int64_t STEP = ROWS<Form>;
     first = 0, last = tile.rows;
-    while (first < last && high_of<Form>(buffers.positions[first + PANEL - 1], key) <= 0) first += PANEL;
-    while (last > first && low_of(tile.job, buffers.positions[(last - 1) / PANEL * PANEL], key) >= KEYS<Form>)
-        last = (last - 1) / PANEL * PANEL;
+    while (first < last && high_of<Form>(buffers.positions[first + STEP - 1], key) <= 0) first += STEP;
+    while (last > first && low_of(tile.job, buffers.positions[(last - 1) / STEP * STEP], key) >= KEYS<Form>)
+        last = (last - 1) / STEP * STEP;
+}
+
+// Adds the key tile at `places` for all panels of rows that see a key of it.
+template <typename Form>
+void add_panels(const Tile &tile, Buffers<Form> &buffers, const Places<Form> &places, const Places<Form> &next,
+                int64_t words, int64_t first, int64_t last) {
+    const Attention &job = tile.job;
+    const int64_t panels = (last - first + PANEL - 1) / PANEL;
+    for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
+        next.prefetch(i, panels, job);
+        float *scores = buffers.scores + row * KEYS<Form>;
+        score<Form>(buffers.query + row * job.padded_dim(), buffers.keys, words, job.factor(), scores);
+        if (job.softcap > 0) cap_scores(job, scores, PANEL * KEYS<Form>);
+    }
+    for (int64_t row = first; row < last; row += PANEL) add_panel<Form>(job, buffers, row, places.first);
 }
 
 template <typename Form>
 void run(const Attention &job, const Task &task, void *memory) {
-    Buffers buffers(job, memory);
+    Buffers<Form> buffers(job, memory);
     const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
-    const int64_t query_size = job.padded_dim(), size = job.padded_value_dim(), end = tile.span.start + task.last;
-    const int64_t words = num_words<Form>(job);
+    const int64_t size = job.padded_value_dim(), end = tile.span.start + task.last, words = num_words<Form>(job);
     pack_query<Form>(tile, buffers);
-    std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
+    std::memset(buffers.sums, 0, size_t(Buffers<Form>::rows(job) * size) * sizeof *buffers.sums);
     Places<Form> places(tile, job.first_key(buffers.positions[0]), end);
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if constexpr (Form::IN_TILES) attention_tiles::begin();
+#endif
     while (places.count > 0) {
         const Places<Form> next(tile, places.first + KEYS<Form>, end);
         int64_t first, last;
         pack_tile<Form>(job, places, buffers);
         visible_rows<Form>(tile, buffers, places.first, first, last);
-        const int64_t panels = (last - first + PANEL - 1) / PANEL;
-        for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
-            next.prefetch(i, panels, job);
-            float *scores = buffers.scores + row * KEYS<Form>;
-            score<Form>(buffers.query + row * query_size, buffers.keys, words, job.factor(), scores);
-            if (job.softcap > 0) cap_scores(job, scores, PANEL * KEYS<Form>);
-        }
-        for (int64_t row = first; row < last; row += PANEL) add_panel<Form>(job, buffers, row, places.first);
+#if defined(__AMX_BF16__) && defined(__linux__)
+        if constexpr (Form::IN_TILES)
+            add_blocks<Form>(tile, buffers, places, next, words, first, last);
+        else
+#endif
+            add_panels<Form>(tile, buffers, places, next, words, first, last);
         places = next;
     }
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if constexpr (Form::IN_TILES) attention_tiles::end();
+#endif
     for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t head = tile.kv_head * job.group() + row % job.group();
         const Softmax &softmax = buffers.softmax[row];
