@@ -18,6 +18,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -267,6 +271,31 @@ def _gemma3_with_images() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, **images))
 
 
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "global_head_dim": 48,
+    "sliding_window": 13,
+    "num_kv_shared_layers": 2,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 12.0,
+}
+
+
+def _gemma4(**changes: Any) -> PreTrainedModel:
+    return Gemma4ForCausalLM(Gemma4TextConfig(**(_SHAPE | _GEMMA4 | changes)))
+
+
+def _gemma4_with_images() -> PreTrainedModel:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 4}
+    text = _SHAPE | _GEMMA4 | {"use_double_wide_mlp": True}
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision))
+
+
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama-head80-tied": lambda: _llama(head_dim=80, hidden_size=64, tie_word_embeddings=True),
@@ -366,6 +395,13 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": lambda: _gemma(Gemma2Config, Gemma2ForCausalLM),
     "gemma3": lambda: _gemma(Gemma3TextConfig, Gemma3ForCausalLM, num_hidden_layers=7, num_key_value_heads=1),
     "gemma3-text-part": _gemma3_with_images,
+    "gemma4": _gemma4,
+    "gemma4-wide-windows": lambda: _gemma4(
+        num_hidden_layers=9, layer_types=[SLIDING, SLIDING, FULL] * 3, num_key_value_heads=4, head_dim=32,
+        attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, attention_bias=True, tie_word_embeddings=False,
+    ),
+    "gemma4-text-part": _gemma4_with_images,
     "gemma3-rope-linear": lambda: _gemma(
         Gemma3TextConfig, Gemma3ForCausalLM, tie_word_embeddings=False, layer_types=[FULL, SLIDING] * 2,
         rope_parameters={
@@ -386,8 +422,9 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """
     model = TINY_MODELS[name]()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    adds_one = model.config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
     norm = 0.0 if adds_one else 1.0  # to a norm's weights
+    scaled = model.config.model_type.startswith("gemma4")  # scores, by the norm of queries
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -395,9 +432,13 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(0.1 * noise + (norm if "norm" in key and key.endswith("weight") else 0.0))
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
+            if scaled and key.endswith("q_norm.weight"):
+                parameter.mul_(0.2)
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.1 * torch.randn(buffer.shape, generator=generator))
     return model.float().eval()
 
 

@@ -167,6 +167,19 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("model")
+def test_groups_of_layers_and_their_padding_are_told(cli: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gemma4-wide-windows")
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    told = cli("doctor", "-m", str(tmp_path), "--port", "0")
+    assert told.exit_code == 0
+    [line] = [line.strip() for line in told.stdout.splitlines() if "KV groups" in line]
+    assert line == (
+        "KV groups of 2 to 3 layers: 1 whole, 3 with windows of 13 tokens; behind those a token takes 2048 "
+        "bytes; padding: 896 of 8192 bytes per token"
+    )
+
+
+@pytest.mark.usefixtures("model")
 def test_a_quantized_checkpoint_is_told_by_what_it_means(cli: Any, tmp_path: Path) -> None:
     _save_pair(tmp_path)
     plain, quantized = (cli("doctor", str(tmp_path / one), "--port", "0") for one in ("plain", "quantized"))

@@ -169,16 +169,16 @@ def _kv_groups(size: Footprint) -> Iterator[str]:
     """The KV groups of a model that has several, and what they save."""
     if not size.kv_groups:
         return
-    most = max(len(group.layers) for group in size.kv_groups)
-    num_layers = sum(len(group.layers) for group in size.kv_groups)
-    padding = len(size.kv_groups) * most - num_layers
+    counts = sorted({len(group.layers) for group in size.kv_groups})
+    layers = " to ".join(map(str, [counts[0], counts[-1]][: len(counts)]))
     whole = [group for group in size.kv_groups if group.window is None]
     each = size.kv_bytes_per_token // len(size.kv_groups)
     windows = sorted({group.window for group in size.kv_groups if group.window is not None})
     yield (
-        f"KV groups of {most} layers (padding: {padding}): {len(whole)} whole, "
+        f"KV groups of {layers} layers: {len(whole)} whole, "
         f"{len(size.kv_groups) - len(whole)} with windows of {', '.join(map(str, windows))} tokens; "
-        f"behind those a token takes {each * len(whole)} bytes"
+        f"behind those a token takes {each * len(whole)} bytes; "
+        f"padding: {size.kv_padding_per_token} of {size.kv_bytes_per_token} bytes per token"
     )
 
 

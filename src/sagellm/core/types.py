@@ -444,7 +444,8 @@ class KVCacheSchema:
     Two engines must have equal schemas before blocks can move. `layout` is the backend's own name for
     the order of axes; bytes can be copied as they are between equal layouts. Without `groups`, one block
     holds `block_size` tokens of all layers. With several groups it holds them for the layers of one group,
-    with room for as many layers as the largest has. The first group sees furthest back, and those with the
+    in columns as wide as the widest layer: one takes a column, or as many narrower ones as fit. There
+    are as many columns as the largest group needs. The first group sees furthest back, and those with the
     same window follow each other."""
 
     num_layers: int
@@ -459,6 +460,8 @@ class KVCacheSchema:
     """Values are a part of the keys (latent attention), so they take no memory."""
     state_bytes: int = 0
     """Of the recurrent states of one sequence, in all layers that have one; those layers have no KV."""
+    layer_shapes: tuple[tuple[int, int], ...] = ()
+    """KV heads and head dim of each layer with KV; empty: all have `num_kv_heads` of `head_dim`."""
 
     @property
     def state_pages(self) -> int:
@@ -473,21 +476,39 @@ class KVCacheSchema:
     @property
     def bytes_per_token(self) -> int:
         """Of all layers, without padding."""
-        itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}[
-            self.dtype
-        ]
-        return (2 - self.values_in_keys) * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        return self._bytes_per_number * sum(self._key_sizes)
 
     @property
     def bytes_per_page(self) -> int:
         """Of one block of the pool, which holds `block_size` tokens of one group."""
-        most = max(len(group.layers) for group in self.groups) if self.groups else self.num_layers
-        return self.bytes_per_token * most * self.block_size // self.num_layers
+        if not self.groups:
+            return self.bytes_per_token * self.block_size
+        sizes = self._key_sizes
+        widest = max(sizes)
+        columns = max(cdiv(len(g.layers), widest // sizes[g.layers[0]]) for g in self.groups)
+        return self._bytes_per_number * columns * widest * self.block_size
 
     @property
     def bytes_per_block(self) -> int:
         """Of `block_size` tokens in all groups."""
         return self.bytes_per_page * self.num_groups
+
+    @property
+    def padding_per_token(self) -> int:
+        """Bytes of a token in all groups that no layer uses."""
+        return self.bytes_per_block // self.block_size - self.bytes_per_token
+
+    @property
+    def _key_sizes(self) -> list[int]:
+        """Numbers of a token's keys in each layer."""
+        shapes = self.layer_shapes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+        return [num_heads * head_dim for num_heads, head_dim in shapes]
+
+    @property
+    def _bytes_per_number(self) -> int:
+        """Of each number of a key, with that of its value."""
+        itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+        return (2 - self.values_in_keys) * itemsize[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

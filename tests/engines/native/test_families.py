@@ -15,6 +15,7 @@ from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.experts import ExpertSpec
+from sagellm.engines.native.layer_spec import LayerInputSpec
 from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.model_spec import ModelSpec
 from tests.tiny_models import save_tiny
@@ -103,6 +104,40 @@ def test_gemma() -> None:
     assert [rope and rope.factor for rope in three.ropes] == [1.0, 8.0] * 2
 
 
+def test_gemma4() -> None:
+    spec = read_spec(of("Gemma4", num_hidden_layers=13, num_kv_shared_layers=4, use_double_wide_mlp=True))
+    assert spec.windows == ((512,) * 5 + (None,)) * 2 + (None,)
+    assert [shape.kv_source for shape in spec.shapes] == [*range(9), 8, 8, 5, 5]
+    assert [shape.intermediate_size for shape in spec.shapes] == [96] * 9 + [192] * 4
+    assert spec.kv_windows == spec.windows[:9]
+    assert spec.kv_shapes == ((4, 256),) * 5 + ((4, 512),) + ((4, 256),) * 3
+    assert [spec.kv_index(layer) for layer in (0, 8, 9, 12)] == [0, 8, 8, 5]
+    assert [rope and (rope.variant, rope.dim, rope.num_rotated) for rope in spec.ropes[4:6]] == [
+        ("default", 256, 0),
+        ("proportional", 512, 64),
+    ]
+    assert (spec.attention_scale, spec.embed_scale, spec.logit_softcap) == (1.0, 8.0, None)
+    assert spec.layer_inputs == LayerInputSpec(256, 262_144, 16.0)
+
+
+def test_heads_of_gemma4_may_be_given_by_layer() -> None:
+    """As transformers writes them from 5.20 on, and as it did before."""
+    now = {str(i): {"head_dim": 64, "num_key_value_heads": 1} for i in (1, 3)}
+    types = ["sliding_attention", "full_attention"] * 2
+    one = read_spec(of("Gemma4", layer_types=types, per_layer_config=now, attention_k_eq_v=True))
+    before = {"global_head_dim": 64, "num_global_key_value_heads": 1}
+    two = read_spec(of("Gemma4", layer_types=types, attention_k_eq_v=True, **before))
+    assert one == two
+    assert [shape.value_is_key for shape in one.shapes] == [False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("gemma3_text", "Gemma3ForCausalLM"), ("gemma4_text", "Gemma4ForCausalLM")]
+)
+def test_a_text_model_without_architectures(model_type: str, name: str) -> None:
+    assert read_spec({**SHAPE, "model_type": model_type}).architecture == name
+
+
 def test_a_gemma_of_the_hub_gives_little_more_than_its_size() -> None:
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
     spec = read_spec(
@@ -176,7 +211,22 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
         (of("Gemma3", sliding_window_pattern=2, rope_scaling={"type": "spiral"}), "spiral.*linear"),
         (of("Qwen3_5Moe", num_experts=2, num_experts_per_tok=3), "3 of 2 experts per token"),
         (of("Qwen3_5Moe", moe_intermediate_size=0), "width must be positive, got 0"),
-        (of("Gemma4"), "Gemma4ForCausalLM.*Gemma3ForCausalLM"),
+        (of("Gemma3n"), "Gemma3nForCausalLM.*Gemma3ForCausalLM"),
+        (of("Gemma4", use_bidirectional_attention="all"), "does not generate text"),
+        (of("Gemma4", num_kv_shared_layers=4), "num_kv_shared_layers 4 of 4 layers"),
+        (
+            of("Gemma4", num_kv_shared_layers=1),
+            "num_kv_shared_layers 1 of 4 layers leaves no full_attention",
+        ),
+        (of("Gemma4", vocab_size_per_layer_input=99), "vocab_size_per_layer_input 99 is less than"),
+        (of("Gemma4", num_key_value_heads=3), "4 heads, not a multiple of 3 KV heads"),
+        (
+            of("Gemma4", attention_k_eq_v=True, num_global_key_value_heads=3),
+            "4 heads, not a multiple of 3 KV heads",
+        ),
+        (of("Gemma4", per_layer_config={"1": {"head_dim": 64}}), "per_layer_config differs among layers"),
+        (of("Gemma4", rope_parameters={"full_attention": {"rope_theta": 10.0}}), "has no sliding_attention"),
+        (of("Gemma4", global_head_dim=31), "even head_dim"),
     ],
 )
 def test_refusals(config: dict[str, Any], words: str) -> None:
@@ -193,6 +243,9 @@ def test_refusals(config: dict[str, Any], words: str) -> None:
         {"query_pre_attn_scalar": -1},
         {"no_rope_layers": 3},
         {"residual_multiplier": 0},
+        {"per_layer_config": {"3": {"sliding_window": 7}}},
+        {"num_kv_shared_layers": -1},
+        {"global_head_dim": "512"},
     ],
 )
 def test_values_of_the_wrong_kind_are_named(wrong: dict[str, Any], tmp_path: Path) -> None:

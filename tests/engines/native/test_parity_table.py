@@ -8,7 +8,7 @@ from tests.effort import usual
 from tests.parity_table import CASES, DOCUMENT, row, shown, table
 from tests.tiny_models import TINY_MODELS
 
-FEW = ("llama", "gemma3", "olmo3-window-mix", "glm4")
+FEW = ("llama", "gemma3", "gemma4", "gemma4-wide-windows", "olmo3-window-mix", "glm4")
 
 
 @pytest.mark.parametrize("name", usual(FEW, TINY_MODELS))

@@ -137,7 +137,7 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
     for one, other in zip(with_graphs, without, strict=True):
         assert one.outputs == other.outputs
         for ours, theirs in zip(one.logits, other.logits, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
 RECORDED = {"llama", "llama-head80-tied", "llama-biases", "mistral-window", "qwen2", "qwen3"}

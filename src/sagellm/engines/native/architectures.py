@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
-from sagellm.engines.native.families import deepseek, gemma, glm, llama, mixture, olmo, opt, recurrent
+from sagellm.engines.native.families import deepseek, gemma, gemma4, glm, llama, mixture, olmo, opt, recurrent
 from sagellm.engines.native.families.values import Config
 from sagellm.engines.native.folder_files import ConfigJson, checked, read_object
 from sagellm.engines.native.model_spec import ModelSpec
@@ -58,9 +58,10 @@ def is_native(config: Config) -> bool:
 def _architecture_of_type(config: Config) -> str:
     """The architecture of a folder that gives only `model_type`."""
     by_type = {name.partition("For")[0].lower(): name for name in _READERS}
-    by_type["gemma3_text"] = "Gemma3ForCausalLM"
+    by_type |= {f"gemma{number}_text": f"Gemma{number}ForCausalLM" for number in (3, 4)}
     model_type = str(config.get("model_type", "(no architectures in config.json)"))
-    return by_type.get(model_type.removesuffix("_text").replace("_", ""), model_type)
+    alone = model_type.removesuffix("_text").replace("_", "")
+    return by_type.get(model_type) or by_type.get(alone, model_type)
 
 
 _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
@@ -82,6 +83,8 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3,
     "Gemma3ForConditionalGeneration": gemma.gemma3_text_part,
+    "Gemma4ForCausalLM": gemma4.gemma4,
+    "Gemma4ForConditionalGeneration": gemma4.gemma4_text_part,
     "DeepseekV2ForCausalLM": deepseek.deepseek,
     "DeepseekV3ForCausalLM": deepseek.deepseek,
     "GraniteMoeHybridForCausalLM": recurrent.granite_hybrid,

@@ -137,6 +137,7 @@ class NativeBackend:
                 len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
                 groups=self._schema.groups, value_dim=spec.value_dim, states=self._working_states(),
+                shapes=spec.kv_shapes,
             )  # fmt: skip
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             chunk_threads = threads if self._packed else None
@@ -176,7 +177,7 @@ class NativeBackend:
         block_size: int, split_kv: bool,
     ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
         spec = source.spec
-        groups = deal_layers(spec.kv_windows) if split_kv else ()
+        groups = deal_layers(spec.kv_windows, spec.kv_shapes) if split_kv else ()
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
         self._packed = loader.linear is not None
         model: DecoderModel | BridgedModel
@@ -195,6 +196,7 @@ class NativeBackend:
             len(spec.kv_windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
             block_size, LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
             values_in_keys=spec.latent is not None, state_bytes=state_bytes(spec, self._compute_dtype),
+            layer_shapes=spec.kv_shapes,
         )  # fmt: skip
         return model, schema
 

@@ -57,6 +57,14 @@ class RopeJson(_StrictModel):
     sliding_attention: RopeJson | None = None
 
 
+class LayerJson(_StrictModel):
+    """What one layer has of its own, in `per_layer_config`."""
+
+    model_config = ConfigDict(extra="forbid")
+    head_dim: Size | None = None
+    num_key_value_heads: Size | None = None
+
+
 class ConfigJson(_StrictModel):
     """config.json."""
 
@@ -90,6 +98,16 @@ class ConfigJson(_StrictModel):
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
+    global_head_dim: Size | None = None
+    num_global_key_value_heads: Size | None = None
+    per_layer_config: dict[str, LayerJson] | None = None
+    num_kv_shared_layers: Annotated[int, Field(ge=0)] | None = None
+    attention_k_eq_v: bool | None = None
+    use_double_wide_mlp: bool | None = None
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0)] | None = None
+    vocab_size_per_layer_input: Size | None = None
+    enable_moe_block: bool | None = None
+    top_k_experts: Size | None = None
     max_position_embeddings: Positions | None = None
     original_max_position_embeddings: Positions | None = None
     sliding_window: Annotated[int, Field(ge=0)] | None = None

@@ -22,7 +22,7 @@ from sagellm.engines.native.matrices import packed
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import dtype_name
 from sagellm.engines.native.recurrent.states import state_bytes
-from sagellm.engines.native.weights import EMBEDDING, Parameter, num_parameters
+from sagellm.engines.native.weights import EMBEDDING, LAYER_TABLE, Parameter, num_parameters
 
 _OUTPUTS = 16
 
@@ -40,9 +40,11 @@ class CodeFormat:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model as the engine would hold it, in `dtype` and `compute_dtype`. The KV of a token is that of all
-    groups, padding included; `state_bytes` are the recurrent states of a sequence. `codes` are quantized by
-    `method`; `obstacle` is why some of them have to be held as their values.
+    """A model as the engine would hold it, in `dtype` and `compute_dtype`.
+
+    The KV of a token is that of all groups, `kv_padding_per_token` bytes included that no layer uses;
+    `state_bytes` are the recurrent states of a sequence. `codes` are quantized by `method`; `obstacle` is why
+    some of them have to be held as their values.
     """
 
     num_parameters: int
@@ -50,6 +52,7 @@ class Footprint:
     kv_bytes_per_token: int
     state_bytes: int
     kv_groups: tuple[KVGroup, ...]
+    kv_padding_per_token: int
     max_model_len: int
     dtype: str
     compute_dtype: str
@@ -90,7 +93,7 @@ def footprint(
         weight_bytes += num_bytes
     source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
-    groups = deal_layers(spec.kv_windows) if split_kv else ()
+    groups = deal_layers(spec.kv_windows, spec.kv_shapes) if split_kv else ()
     schema = KVCacheSchema(
         len(spec.kv_windows),
         spec.num_kv_heads,
@@ -101,6 +104,7 @@ def footprint(
         groups=groups,
         values_in_keys=spec.latent is not None,
         state_bytes=state_bytes(spec, loading.compute_dtype),
+        layer_shapes=spec.kv_shapes,
     )
     return Footprint(
         num_parameters(plan),
@@ -108,6 +112,7 @@ def footprint(
         schema.bytes_per_block,
         schema.state_bytes,
         groups,
+        schema.padding_per_token,
         source.max_model_len,
         dtype_name(loading.dtype),
         kv_dtype,
@@ -120,7 +125,7 @@ def footprint(
 
 def _value_bytes(on_meta: WeightLoader, parameter: Parameter) -> int:
     """Bytes of a parameter that is held as values."""
-    if parameter.is_multiplied or parameter.name == EMBEDDING:
+    if parameter.is_multiplied or parameter.name in (EMBEDDING, LAYER_TABLE):
         is_multiplied = on_meta.multiplies_by_values_of(parameter)
         return on_meta.empty(parameter.shape, multiplied=is_multiplied).nbytes
     return math.prod(parameter.shape) * on_meta.compute_dtype.itemsize

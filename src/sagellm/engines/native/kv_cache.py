@@ -1,7 +1,8 @@
 """The KV pool's memory: per layer K and V as [num_blocks, block_size, kv_heads, head_dim].
 
 Where a model mixes windows, its layers are in groups (`deal_layers`), and a block belongs to one group at a
-time: the i-th layers of all groups share one pool.
+time: the i-th layers of all groups share one pool. Where layers differ in the size of a token's key, a pool
+has room for the largest; of smaller ones, as many as fit lie beside each other in each token's row.
 
 A token is one row of a block. So a gather by block table gives [tokens, kv_heads, head_dim] without a
 transpose, and consecutive blocks are a view. Attention may read padding behind a sequence's last token, and 0
@@ -33,31 +34,37 @@ MAX_GROUPS = 8
 _CONTEXT_WINDOWS = 8
 
 
-def deal_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+def deal_layers(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]] = ()) -> tuple[KVGroup, ...]:
     """KV groups of layers with these windows; none where all windows are the same.
 
-    All groups have as many layers, or fewer than the others by padding. That number is the one with the
-    smallest memory for a context of eight windows, among those with at most `MAX_GROUPS` groups. The layers
-    that see furthest lead: their KV is kept whole.
+    `shapes` are KV heads and head dim of each layer, where they differ. All groups have as many columns, each
+    for one of the layers with the largest keys, or for as many smaller ones as fit; what is left is padding.
+    That number is the one with the smallest memory for a context of eight windows, among those with at most
+    `MAX_GROUPS` groups. The layers that see furthest lead: their KV is kept whole.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    if len(kinds) == 1:
+    sizes = [num_heads * head_dim for num_heads, head_dim in shapes] or [1] * len(windows)
+    kinds: dict[tuple[int | None, int], list[int]] = {}
+    for layer, kind in enumerate(zip(windows, sizes, strict=True)):
+        kinds.setdefault(kind, []).append(layer)
+    if len(set(windows)) == 1:
         return ()
-    widest, *others = sorted(kinds, key=lambda window: -(window or MAX_POSITIONS))
+    widest, largest = max(windows, key=lambda window: window or MAX_POSITIONS), max(sizes)
 
-    def cost(size: int) -> tuple[int, int]:
-        whole, rest = cdiv(len(kinds[widest]), size), sum(cdiv(len(kinds[w]), size) for w in others)
+    def cost(columns: int) -> tuple[int, int]:
+        counts = {kind: cdiv(len(kinds[kind]), columns * (largest // kind[1])) for kind in kinds}
+        whole = sum(count for (window, _), count in counts.items() if window == widest)
+        rest = sum(counts.values()) - whole
         too_many = whole + rest > max(MAX_GROUPS, len(kinds))
-        return (1 << 60 if too_many else size * (_CONTEXT_WINDOWS * whole + rest), -size)
+        return (1 << 60 if too_many else columns * (_CONTEXT_WINDOWS * whole + rest), -columns)
 
-    size = min(range(1, len(windows) + 1), key=cost)
-    return tuple(
-        KVGroup(tuple(kinds[window][first : first + size]), None if window == widest else window)
-        for window in (widest, *others)
-        for first in range(0, len(kinds[window]), size)
-    )
+    columns = min(range(1, len(windows) + 1), key=cost)
+    groups: list[KVGroup] = []
+    for window, size in sorted(kinds, key=lambda kind: -(kind[0] or MAX_POSITIONS)):
+        layers, most = kinds[window, size], columns * (largest // size)
+        for first in range(0, len(layers), most):
+            own = tuple(layers[first : first + most])
+            groups.append(KVGroup(own, None if window == widest else window))
+    return tuple(groups)
 
 
 def layer_kinds(windows: Sequence[int | None], groups: Sequence[KVGroup]) -> list[LayerKind]:
@@ -66,37 +73,62 @@ def layer_kinds(windows: Sequence[int | None], groups: Sequence[KVGroup]) -> lis
     return [(group_of.get(layer, 0), window) for layer, window in enumerate(windows)]
 
 
+def _columns(sizes: Sequence[int], groups: Sequence[KVGroup]) -> list[tuple[int, int]]:
+    """The pool of each layer, and where its keys begin in a row."""
+    if not groups:
+        return [(layer, 0) for layer in range(len(sizes))]
+    found: dict[int, tuple[int, int]] = {}
+    for group in groups:
+        for i, layer in enumerate(group.layers):
+            column, beside = divmod(i, max(sizes) // sizes[layer])
+            found[layer] = column, beside * sizes[layer]
+    return [found[layer] for layer in range(len(sizes))]
+
+
 class PagedKV:
     """The pools: `keys[i]` and `values[i]` are those of layer i. Layers of several `groups` share them.
 
     Tier "dram" has `num_host_blocks` blocks. With `has_scratch` the block `scratch_block` follows the pool's
     blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
-    `states`: the recurrent states of the batch, where the model has any.
+    `states`: the recurrent states of the batch, where the model has any. `shapes`: KV heads and head dim of
+    each layer, where they differ.
     """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
         device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
         groups: Sequence[KVGroup] = (), value_dim: int | None = None,
-        states: RecurrentStates | None = None,
+        states: RecurrentStates | None = None, shapes: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
         self.num_blocks = self.scratch_block = num_blocks
         self.device = device
         self.block_size = block_size
         zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
         self.num_groups = max(1, len(groups))
-        place = {layer: i for group in groups for i, layer in enumerate(group.layers)}
-        places = [place.get(layer, layer) for layer in range(num_layers)]
-        self.value_dim, count = value_dim, max(places) + 1
-        self._pools = [zeros(shape, dtype=dtype) for _ in range(count if value_dim else 2 * count)]
-        self.keys = [self._pools[i] for i in places]
+        shapes = shapes or ((num_kv_heads, head_dim),) * num_layers
+        sizes = [heads * dim for heads, dim in shapes]
+        columns = _columns(sizes, groups)
+        widths = [max(sizes) if groups else sizes[i] for i in range(max(columns)[0] + 1)]
+        self.value_dim = value_dim
+        self._pools = [
+            zeros((num_blocks + has_scratch, block_size, width), dtype=dtype)
+            for width in (widths if value_dim else widths * 2)
+        ]
+
+        def view(first: int, layer: int) -> torch.Tensor:
+            (column, offset), size = columns[layer], sizes[layer]
+            own = self._pools[first + column].narrow(2, offset, size)
+            return own.view(*own.shape[:2], *shapes[layer])
+
+        self.keys = [view(0, layer) for layer in range(num_layers)]
         self.values = [key[..., :value_dim] for key in self.keys]
         if value_dim is None:
-            self.values = [self._pools[count + i] for i in places]
+            self.values = [view(len(widths), layer) for layer in range(num_layers)]
         self.num_host_blocks, self.states = num_host_blocks, states
-        shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
-        self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in self._pools]
+        self._host = [
+            torch.empty(num_host_blocks, *pool.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
+            for pool in self._pools
+        ]
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None

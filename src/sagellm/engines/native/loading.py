@@ -44,6 +44,7 @@ from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import fastest_dtype, model_length, torch_dtype, usable_device
 from sagellm.engines.native.weights import (
     EMBEDDING,
+    LAYER_TABLE,
     Parameter,
     WeightPiece,
     as_stored,
@@ -66,12 +67,13 @@ Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A model's weights: `matrices` by name without `.weight`, all others in `tensors`. `matrices` has the
-    `head`. A tied head is the embedding, unless it is quantized.
+    `head`. A tied head is the embedding, unless it is quantized. `layer_table` has layers' own inputs.
     """
 
     embedding: StoredMatrix
     matrices: dict[str, Matrix]
     tensors: dict[str, torch.Tensor]
+    layer_table: StoredMatrix | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -178,11 +180,14 @@ class WeightLoader:
         matrices: dict[str, Matrix] = {}
         tensors: dict[str, torch.Tensor] = {}
         embedding: StoredMatrix | None = None
+        layer_table: StoredMatrix | None = None
         done, total = 0, sum(sizes)
         report(done, total)
         for i, parameter in enumerate(plan):
             if parameter.name == EMBEDDING:
                 embedding = self._values(parameter)
+            elif parameter.name == LAYER_TABLE:
+                layer_table = self._values(parameter)
             elif parameter.is_multiplied:
                 matrices[parameter.name.removesuffix(".weight")] = self._matrix(parameter)
             else:
@@ -192,7 +197,7 @@ class WeightLoader:
         assert embedding is not None
         if "head" not in matrices:
             matrices["head"] = self._tied_head(embedding)
-        return ModelWeights(embedding, matrices, tensors)
+        return ModelWeights(embedding, matrices, tensors, layer_table)
 
     def _tied_head(self, embedding: StoredMatrix) -> Matrix:
         quantizer = self.quantization.quantizer

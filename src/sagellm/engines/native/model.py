@@ -19,6 +19,8 @@ from sagellm.engines.native.attention import AttentionPlan, Span, attend
 from sagellm.engines.native.experts import ExpertSpec, clamped_swiglu, combine, route
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
+from sagellm.engines.native.layer_inputs import LayerInput, LayerInputs
+from sagellm.engines.native.layer_spec import LayerShape
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
@@ -42,6 +44,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 NO_KERNELS = KernelSet()
+Fresh = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""A step's new keys and values [T, kv_heads, head_dim] of layers whose KV others attend to."""
 Angles = tuple[torch.Tensor, torch.Tensor]
 """The cos and sin of a step's positions, each [T, dim / 2]."""
 
@@ -117,12 +121,14 @@ Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
 class Attention:
     """Weights of one layer's attention. Its KV is that of layer `kv_layer` in the pool.
 
-    `qkv` is fused, and begins with `gate_size` rows of an output gate. `scores` is None where they are
-    q k / sqrt(head_dim).
+    `qkv` is fused, and begins with `gate_size` rows of an output gate; it has no keys and values where the
+    KV is an earlier layer's (`has_kv` is False). `scores` is None where they are q k / sqrt(head_dim).
     """
 
     kind: LayerKind
     kv_layer: int
+    has_kv: bool
+    shape: LayerShape
     scores: Scores | None
     qkv: Linear
     gate_size: int
@@ -135,7 +141,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one decoder layer: a mixer of tokens, and an MLP."""
+    """Weights of one decoder layer: a mixer of tokens, and an MLP.
+
+    Behind them the layer may add an input of its own, and multiply the stream by `scale` [1].
+    """
 
     attn_norm: NormWeights
     mixer: Attention | RecurrentLayer
@@ -143,6 +152,9 @@ class DecoderLayer:
     mlp_norm: NormWeights
     mlp: Mlp | Mixture
     mlp_out_norm: NormWeights
+    input: LayerInput | None
+    input_norm: NormWeights
+    scale: torch.Tensor | None
 
 
 class DecoderModel:
@@ -173,6 +185,9 @@ class DecoderModel:
         self._rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
         self._ropes = [RopeTable(rope, device, dtype, self._rows_of) for rope in ropes]
         self._gate = self._kernels.silu_and_mul or self._kernels.gelu_and_mul
+        self._inputs = _layer_inputs(spec, weights)
+        mixers = (own.mixer for own in self._layers)
+        self._shared_kv = {m.kv_layer for m in mixers if isinstance(m, Attention) and not m.has_kv}
 
     @property
     def waits_for_routes(self) -> bool:
@@ -225,7 +240,8 @@ class DecoderModel:
         """
         stream: Stream = self._embedded(step), None, None
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
-        last = len(self._layers) - 1
+        inputs = None if self._inputs is None else self._inputs.of(step.tokens, stream[0])
+        last, fresh = len(self._layers) - 1, Fresh()
         for i, layer in enumerate(self._layers):
             seen = self._sublayer_input(stream, layer.attn_norm)
             if isinstance(layer.mixer, RecurrentLayer):
@@ -233,12 +249,15 @@ class DecoderModel:
                 assert kv.states is not None
                 mixed = layer.mixer(seen, step.recurrent, kv.states.of(i))
             else:
-                mixed = self._attention(layer.mixer, seen, step, kv, [*angles, None][layer.mixer.rope])
+                turns = [*angles, None][layer.mixer.rope]
+                mixed = self._attention(layer.mixer, seen, step, kv, turns, fresh)
             stream = self._sublayer_output(stream[0], mixed, layer.attn_norm, layer.attn_out_norm)
             if i == last and step.sampled is not None:
                 x, delta, weight = stream
                 stream = x[step.sampled], None if delta is None else delta[step.sampled], weight
+                inputs = None if inputs is None else inputs[step.sampled]
             stream = self._mlp(layer, stream)
+            stream = self._end(layer, stream, None if inputs is None else inputs[:, i])
         x = self._add_norm(stream, self._final_norm if self.spec.final_norm else None)
         return x if self._project_out is None else self._project_out.multiply(x)
 
@@ -268,8 +287,9 @@ class DecoderModel:
         return x
 
     def _attention(
-        self, own: Attention, x: torch.Tensor, step: StepInputs, kv: PagedKV, angles: Angles | None
-    ) -> torch.Tensor:
+        self, own: Attention, x: torch.Tensor, step: StepInputs, kv: PagedKV, angles: Angles | None,
+        fresh: Fresh,
+    ) -> torch.Tensor:  # fmt: skip
         """The output [T, hidden] of attention over `x` [T, hidden]."""
         spec, qkv, plan, slots = self.spec, own.qkv(x), step.attention[own.kind], step.slots[own.kind[0]]
         if own.latent is not None:
@@ -277,9 +297,14 @@ class DecoderModel:
             mixed = own.latent.attend(plan, kv, own.kv_layer, qkv, slots, angles, own.scores)
             return own.output(mixed.flatten(1))
         gate = qkv[:, : own.gate_size]
-        heads = qkv[:, own.gate_size :].contiguous().view(len(qkv), -1, spec.head_dim)
+        heads = qkv[:, own.gate_size :].contiguous().view(len(qkv), -1, own.shape.head_dim)
         self._rope_to_cache(own, heads, angles, slots, kv)
-        query, key, value = torch.split(heads, [spec.num_heads, *[spec.num_kv_heads] * 2], dim=1)
+        if own.has_kv:
+            query, key, value = torch.split(heads, [spec.num_heads, *[own.shape.num_kv_heads] * 2], dim=1)
+            if own.kv_layer in self._shared_kv:
+                fresh[own.kv_layer] = key, value
+        else:
+            query, (key, value) = heads, fresh[own.kv_layer]
         mixed = attend(plan, kv, own.kv_layer, query, key, value, own.scores).flatten(1)
         return own.output(mixed * gate.sigmoid() if own.gate_size else mixed)
 
@@ -287,6 +312,15 @@ class DecoderModel:
         seen, mlp = self._sublayer_input(stream, layer.mlp_norm), layer.mlp
         delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen)
         return self._sublayer_output(stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
+
+    def _end(self, layer: DecoderLayer, stream: Stream, given: torch.Tensor | None) -> Stream:
+        """Add the layer's own input, made of `given` [T, width]; scale the stream."""
+        if layer.input is not None and given is not None:
+            x = self._add_norm(stream, None)
+            stream = x, layer.input(x, given), layer.input_norm
+        if layer.scale is not None:
+            stream = self._add_norm(stream, None).mul_(layer.scale), None, None
+        return stream
 
     def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
         return mlp.down(self._activated(mlp.up(x)))
@@ -342,13 +376,18 @@ class DecoderModel:
                 kv.values[index],
             )  # fmt: skip
             return
-        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        for part, norm in zip((query, key) if spec.qk_norm else (), norms, strict=False):
+        num_kv_heads = own.shape.num_kv_heads if own.has_kv else 0
+        query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        parts = (query, key) if own.has_kv else (query,)
+        for part, norm in zip(parts if spec.qk_norm else (), norms, strict=False):
             together = part.flatten(1) if spec.qk_norm == "all" else part
             part.copy_(self._norm(together, norm).view(part.shape))
         if angles is not None:
-            apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
-        kv.write(index, slots, key, value)
+            apply_rope(heads[:, : spec.num_heads + num_kv_heads], *angles)
+        if spec.value_norm and own.has_kv:
+            value.copy_(F.rms_norm(value, value.shape[2:], None, spec.norm_eps))
+        if own.has_kv:
+            kv.write(index, slots, key, value)
 
     def _activated(self, wide: torch.Tensor) -> torch.Tensor:
         experts = self.spec.experts
@@ -394,17 +433,34 @@ def _layer(
     mixer: Attention | RecurrentLayer
     if spec.attends(index):
         scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
-        kv_layer = sum(spec.attends(i) for i in range(index))
+        kv_layer = spec.kv_index(index)
         gate_size = spec.query_size if spec.output_gate else 0
         mixer = Attention(
-            kinds[kv_layer], kv_layer, scores, linear("qkv"), gate_size, norm("q_norm"), norm("k_norm"),
-            linear("out"), -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
+            kinds[kv_layer], kv_layer, spec.has_kv(index), spec.shape(index), scores, linear("qkv"),
+            gate_size, norm("q_norm"), norm("k_norm"), linear("out"),
+            -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
         )  # fmt: skip
     else:
         mixer = _recurrent_layer(spec, weights, index, linear, kernels)
     return DecoderLayer(
-        norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm")
-    )
+        norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
+        _layer_input(spec, weights, index), norm("input_norm"), weights.tensors.get(f"layers.{index}.scale"),
+    )  # fmt: skip
+
+
+def _layer_inputs(spec: ModelSpec, weights: ModelWeights) -> LayerInputs | None:
+    if spec.layer_inputs is None or weights.layer_table is None:
+        return None
+    norm = weights.tensors["layer_inputs_norm.weight"]
+    projection = weights.matrices["layer_inputs"]
+    return LayerInputs(spec.layer_inputs, weights.layer_table, projection, norm, spec.norm_eps)
+
+
+def _layer_input(spec: ModelSpec, weights: ModelWeights, index: int) -> LayerInput | None:
+    if spec.layer_inputs is None:
+        return None
+    gate, up = (weights.matrices[f"layers.{index}.input_{name}"] for name in ("gate", "up"))
+    return LayerInput(gate, up, _ACTIVATIONS[spec.activation])
 
 
 def _recurrent_layer(
@@ -480,7 +536,7 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     slots = torch.zeros(1, dtype=torch.long, device=device)
     rotation = heads, angles, angles, *weights, spec.norm_eps, slots, pool, pool
     can_norm = spec.rms_norm and spec.norm_place != "residual"
-    can_rotate = spec.rms_norm or not spec.qk_norm
+    can_rotate = (spec.rms_norm or not spec.qk_norm) and not spec.shapes and not spec.value_norm
     by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in _TANH_GELU
     if spec.experts is not None:
         kernels = _for_experts(kernels, spec.experts, x)

@@ -11,6 +11,7 @@ from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.latent_spec import LatentSpec
+from sagellm.engines.native.layer_spec import LayerInputSpec, LayerShape
 from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 from sagellm.engines.native.rope import RopeSpec
 
@@ -122,6 +123,13 @@ class ModelSpec:
     """Layers with a recurrent state in the place of attention; they have no KV."""
     output_gate: bool = False
     """Attention's output is multiplied by the sigmoid of a gate, whose rows follow each head's query."""
+    shapes: tuple[LayerShape, ...] = ()
+    """Of each layer, where they differ."""
+    value_norm: bool = False
+    """Each value head is normed, without weights."""
+    layer_inputs: LayerInputSpec | None = None
+    layer_scale: bool = False
+    """What a layer leaves in the residual stream is multiplied by one number."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -132,10 +140,11 @@ class ModelSpec:
             raise UnsupportedModelError(
                 f"config.json: {self.max_model_len} positions; at most {MAX_POSITIONS} are supported"
             )
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(
-                f"config.json: {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads"
-            )
+        for shape in self.shapes or (self.shape(0),):
+            if self.num_heads % shape.num_kv_heads:
+                raise UnsupportedModelError(
+                    f"config.json: {self.num_heads} heads, not a multiple of {shape.num_kv_heads} KV heads"
+                )
         for name in _POSITIVE:
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
@@ -154,13 +163,33 @@ class ModelSpec:
         return self.experts is not None and self.experts.layers[layer]
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer attends, and so has KV."""
+        """Whether a layer attends."""
         return self.recurrent is None or not self.recurrent.layers[layer]
+
+    def shape(self, layer: int) -> LayerShape:
+        """Heads and MLP of a layer."""
+        if self.shapes:
+            return self.shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer has KV of its own."""
+        return self.attends(layer) and self.shape(layer).kv_source == layer
+
+    def kv_index(self, layer: int) -> int:
+        """Which of the layers with KV a layer attends to."""
+        return sum(map(self.has_kv, range(self.shape(layer).kv_source)))
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers that attend."""
-        return tuple(window for i, window in enumerate(self.windows) if self.attends(i))
+        """The windows of the layers that have KV."""
+        return tuple(window for i, window in enumerate(self.windows) if self.has_kv(i))
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head dim of layers with KV; empty: all the same."""
+        found = [(s.num_kv_heads, s.head_dim) for i, s in enumerate(self.shapes) if self.has_kv(i)]
+        return () if set(found) <= {(self.num_kv_heads, self.head_dim)} else tuple(found)
 
     @property
     def rope(self) -> RopeSpec | None:
@@ -179,11 +208,6 @@ class ModelSpec:
     @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
-
-    @property
-    def attention_size(self) -> int:
-        """Numbers of a token's attention output."""
-        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def prompt_head_dims(self) -> int:

@@ -6,6 +6,7 @@
     llama3    low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1, 2024)
     yarn      the same by number of rotations, a factor on cos and sin (Peng et al. 2023, arXiv:2309.00071)
     longrope  each frequency divided by a number of its own (Ding et al. 2024, arXiv:2402.13753)
+    proportional  the first dims of each half of a head rotate as in a whole head, the others stay (Gemma 4)
 
 Dynamic scaling is position-wise: query and key at position p use the theta for length max(p + 1,
 max_position_embeddings). For prompts within `max_position_embeddings` this is what transformers computes,
@@ -34,7 +35,7 @@ import torch
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.matrices import LookUp, look_up
 
-VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _FIRST_TABLE = 1024
 
 
@@ -62,6 +63,8 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
+    num_rotated: int = 0
+    """Of "proportional": pairs that rotate; the others stay."""
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim < 4 or self.head_dim % 2:
@@ -109,6 +112,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
     key = "original_max_position_embeddings"
     original = config.get(key) or params.get(key)
+    if variant == "proportional":
+        factor, num_rotated = float(params.get("factor") or 1.0), int(partial * head_dim // 2)
+        return RopeSpec(variant, head_dim, theta, head_dim, factor, num_rotated=num_rotated)
     base = RopeSpec(variant, int(head_dim * partial), theta, head_dim)
     if variant == "default":
         return base
@@ -194,6 +200,9 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
         return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * spec.theta ** _exponents(spec))
     if spec.variant == "linear":
         return frequencies / spec.factor
+    if spec.variant == "proportional":
+        rotates = torch.arange(len(frequencies)) < spec.num_rotated
+        return torch.where(rotates, frequencies / spec.factor, 0.0)
     if spec.variant == "llama3":
         return _llama3(spec, frequencies)
     if spec.variant == "yarn":

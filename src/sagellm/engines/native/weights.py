@@ -24,6 +24,8 @@ from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 
 EMBEDDING = "embed.weight"
+LAYER_TABLE = "layer_table.weight"
+"""Of the layers' own inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     `recurrent.{into,conv,decay,step_bias,norm,out}` in place of qkv and out, and `recurrent.gates` (delta
     rule) or `recurrent.{conv_bias,skip}` (Mamba).
     """
-    looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
+    looked_up = {"positions.weight", LAYER_TABLE} | (set() if spec.tied else {EMBEDDING})
     return [
         Parameter(name, pieces, is_multiplied=len(pieces[0].shape) == 2 and name not in looked_up)
         for name, pieces in _named_pieces(spec)
@@ -126,6 +128,13 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         yield from _linear("positions", [(root + "embed_positions", rows)], hidden)
     if embed != hidden:
         yield from _linear("project_in", [(root + "project_in", hidden)], embed)
+    if spec.layer_inputs is not None:
+        width = spec.num_layers * spec.layer_inputs.width
+        table = [(root + "embed_tokens_per_layer", spec.layer_inputs.vocab_size)]
+        yield from _linear(LAYER_TABLE.removesuffix(".weight"), table, width)
+        yield from _linear("layer_inputs", [(root + "per_layer_model_projection", width)], hidden)
+        norm = WeightPiece(root + "per_layer_projection_norm.weight", (spec.layer_inputs.width,))
+        yield "layer_inputs_norm.weight", (norm,)
     for i in range(spec.num_layers):
         yield from _layer_pieces(spec, i)
     if spec.final_norm:
@@ -137,33 +146,14 @@ def _named_pieces(spec: ModelSpec) -> Plan:
 
 
 def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
-    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
+    names, hidden, inner = spec.names, spec.hidden_size, spec.shape(index).intermediate_size
     ours, theirs = f"layers.{index}.", f"{names.root}layers.{index}."
-    rope, heads = spec.ropes[index], (spec.num_heads, spec.num_kv_heads)
-    order = rope.head_order if rope is not None else ()
-    qkv = _stacked(theirs, names.qkv, (spec.query_size, spec.kv_size, spec.kv_size))
-    turned = (*heads, 0) if len(qkv) > 1 else (sum(heads),)
-    up = _stacked(theirs, names.up, (inner,) * (1 + spec.gated_mlp))
-    norm_dims = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (spec.query_size, spec.kv_size)
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
-    if not spec.attends(index):
-        yield from _recurrent(spec, ours + "recurrent.", f"{theirs}{names.recurrent}.")
-    elif spec.latent is not None:
-        yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
-    elif spec.output_gate:
-        yield from _gated_qkv(spec, ours + "qkv", qkv, order)
-    else:
-        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias, turned=turned, order=order)
-    for part, dim in zip("qk" if spec.qk_norm and spec.attends(index) else "", norm_dims, strict=False):
-        piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,), dim // spec.head_dim, order)
-        yield f"{ours}{part}_norm.weight", (piece,)
-    if spec.attention_sinks:
-        yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
-    down = [(theirs + names.down, hidden)]
     if spec.attends(index):
-        attn_out = [(theirs + names.attn_out, hidden)]
-        yield from _linear(ours + "out", attn_out, spec.attention_size, bias=spec.out_bias)
+        yield from _attention_pieces(spec, index, ours, theirs)
+    else:
+        yield from _recurrent(spec, ours + "recurrent.", f"{theirs}{names.recurrent}.")
     if names.attn_out_norm:
         yield from _norm(spec, ours + "attn_out_norm", theirs + names.attn_out_norm)
     if spec.norm_place != "output":
@@ -171,10 +161,47 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     if spec.has_experts(index):
         yield from _expert_pieces(spec, ours, theirs)
     else:
+        up = _stacked(theirs, names.up, (inner,) * (1 + spec.gated_mlp))
         yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
-        yield from _linear(ours + "down", down, inner, bias=spec.mlp_bias)
+        yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)
     if names.mlp_out_norm:
         yield from _norm(spec, ours + "mlp_out_norm", theirs + names.mlp_out_norm)
+    if spec.layer_inputs is not None:
+        width = spec.layer_inputs.width
+        yield from _linear(ours + "input_gate", [(theirs + "per_layer_input_gate", width)], hidden)
+        yield from _linear(ours + "input_up", [(theirs + "per_layer_projection", hidden)], width)
+        yield from _norm(spec, ours + "input_norm", theirs + "post_per_layer_input_norm")
+    if spec.layer_scale:
+        yield ours + "scale", (WeightPiece(theirs + "layer_scalar", (1,)),)
+
+
+def _attention_pieces(spec: ModelSpec, index: int, ours: str, theirs: str) -> Plan:
+    names, hidden, shape, has_kv = spec.names, spec.hidden_size, spec.shape(index), spec.has_kv(index)
+    rope, heads = spec.ropes[index], (spec.num_heads, shape.num_kv_heads)
+    order = rope.head_order if rope is not None else ()
+    query_size = spec.num_heads * shape.head_dim
+    qkv = _stacked(theirs, names.qkv, (query_size, shape.kv_size, shape.kv_size))
+    turned = (*heads, 0) if len(qkv) > 1 else (sum(heads),)
+    if shape.value_is_key:
+        qkv[2] = qkv[1]
+    if not has_kv:
+        qkv, turned = qkv[:1], turned[:1]
+    norm_dims = (shape.head_dim,) * 2 if spec.qk_norm == "head" else (query_size, shape.kv_size)
+    if spec.latent is not None:
+        yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
+    elif spec.output_gate:
+        yield from _gated_qkv(spec, ours + "qkv", qkv, order)
+    else:
+        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias, turned=turned, order=order)
+    normed = ("qk" if has_kv else "q") if spec.qk_norm else ""
+    for part, dim in zip(normed, norm_dims, strict=False):
+        piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,), dim // shape.head_dim, order)
+        yield f"{ours}{part}_norm.weight", (piece,)
+    if spec.attention_sinks:
+        yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
+    attn_out = [(theirs + names.attn_out, hidden)]
+    inputs = spec.num_heads * (spec.latent.value_dim if spec.latent else shape.head_dim)
+    yield from _linear(ours + "out", attn_out, inputs, bias=spec.out_bias)
 
 
 def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
@@ -322,7 +349,10 @@ def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.visual.")
+_OF_IMAGES = (
+    "vision_tower.", "multi_modal_projector.", "model.visual.", "model.vision_tower.", "model.audio_tower.",
+    "model.embed_vision.", "model.embed_audio.",
+)  # fmt: skip
 log = logging.getLogger("sagellm.weights")
 
 

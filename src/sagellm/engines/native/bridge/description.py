@@ -70,6 +70,7 @@ class BridgedSpec:
     value_dim: None = None
     latent: None = None
     recurrent: None = None
+    kv_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

@@ -20,8 +20,8 @@ from sagellm.engines.native.families.values import (
 )
 from sagellm.engines.native.model_spec import ModelSpec
 
-_NAMES = replace(OUTPUT_NORMS, mlp_norm="pre_feedforward_layernorm")
-_TEXT_PART_NAMES = replace(_NAMES, root="language_model.model.", head="language_model.lm_head")
+OUTER_NORMS = replace(OUTPUT_NORMS, mlp_norm="pre_feedforward_layernorm")
+_TEXT_PART_NAMES = replace(OUTER_NORMS, root="language_model.model.", head="language_model.lm_head")
 
 
 def _gemma(name: str, config: Config, *, positions: int, **wiring: Any) -> ModelSpec:
@@ -38,12 +38,12 @@ def _gemma(name: str, config: Config, *, positions: int, **wiring: Any) -> Model
     return llama_like(
         name, given, norm_place="both", norm_offset=1.0, qkv_bias=bias, out_bias=bias,
         num_kv_heads=config.get("num_key_value_heads", 4), tied=bool(config.get("tie_word_embeddings", True)),
-        embed_scale=_rounded(hidden**0.5, dtype_of(config)), attention_scale=float(scalar) ** -0.5,
-        **({"names": _NAMES} | wiring),
+        embed_scale=rounded(hidden**0.5, dtype_of(config)), attention_scale=float(scalar) ** -0.5,
+        **({"names": OUTER_NORMS} | wiring),
     )  # fmt: skip
 
 
-def _rounded(number: float, dtype: str) -> float:
+def rounded(number: float, dtype: str) -> float:
     """The number in the dtype of the model, in which embeddings are multiplied."""
     return float(torch.tensor(number, dtype=getattr(torch, dtype, torch.float32)))
 
