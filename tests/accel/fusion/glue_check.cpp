@@ -1,6 +1,7 @@
 // What lies between the matrices on heap buffers of exact size, against sums in double: run under sanitizers by
 // test_cpu_library.py.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -72,13 +73,16 @@ bool norms(int32_t type) {
 template <typename T>
 bool products(int32_t type) {
     const int64_t rows = between(1, 20), columns = between(1, 5000);
+    const bool clamped = between(0, 1);
     Numbers<T> wide(2 * rows * columns), y(rows * columns);
-    const Gated job = {wide.data.get(), y.data.get(), rows, columns, 2 * columns, columns, type};
+    const Gated job = {wide.data.get(), y.data.get(), rows, columns, 2 * columns, columns, 1.25f, 1.5f, type,
+                       clamped ? CLAMPED : SILU};
     if (sagellm_gated(&job, 2) != DONE) return false;
     for (int64_t i = 0; i < rows * columns; i++) {
         const int64_t at = i / columns * 2 * columns + i % columns;
-        const double gate = wide[at], up = wide[at + columns];
-        if (!close<T>(y[i], gate / (1 + std::exp(-gate)) * up, "product")) return false;
+        const double gate = clamped ? std::min(wide[at], 1.25) : wide[at], up = wide[at + columns];
+        const double factor = clamped ? std::clamp(up, -1.25, 1.25) + 1 : up, z = clamped ? 1.5 * gate : gate;
+        if (!close<T>(y[i], gate / (1 + std::exp(-z)) * factor, "product")) return false;
     }
     return true;
 }

@@ -14,7 +14,13 @@ from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
+from sagellm.accel.fusion.cpu.glue import (
+    CpuAddRmsNorm,
+    CpuClampedSwiglu,
+    CpuGeluAndMul,
+    CpuRopeToCache,
+    CpuSiluAndMul,
+)
 from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
@@ -33,15 +39,17 @@ class Kernels:
     rope: FusedKernel
     gated: FusedKernel
     gelu: FusedKernel
+    clamped: FusedKernel
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     found = cpu_kernels(2)
     norm, rope, gated, gelu = found.add_rms_norm, found.rope_to_cache, found.silu_and_mul, found.gelu_and_mul
-    if norm is None or rope is None or gated is None or gelu is None:
+    clamped = found.clamped_swiglu
+    if norm is None or rope is None or gated is None or gelu is None or clamped is None:
         pytest.skip("no C++ compiler")
-    return Kernels(norm, rope, gated, gelu)
+    return Kernels(norm, rope, gated, gelu, clamped)
 
 
 @pytest.fixture
@@ -159,6 +167,12 @@ def compare_gated(kernels: Kernels, wide: torch.Tensor) -> None:
     assert found.t().is_contiguous() if wide.stride(1) != 1 else found.is_contiguous()
     agree(found, F.silu(gate) * up)
     agree(kernels.gelu.apply(wide), F.gelu(gate, approximate="tanh") * up)
+    wide = 4 * wide  # so that both limits matter
+    clamped = kernels.clamped.apply(wide, 3.5, 1.702)
+    assert clamped.stride() == found.stride()
+    bound = BOUNDS[wide.dtype]
+    twin = kernels.clamped.reference(wide.double(), 3.5, 1.702)
+    torch.testing.assert_close(clamped.double(), twin, atol=4 * bound, rtol=4 * bound, equal_nan=True)
 
 
 def check_shapes(kernels: Kernels) -> None:
@@ -202,7 +216,7 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     library, caller = loaded(made, threads_of=helping), Caller(2)
     found = Kernels(
         CpuAddRmsNorm(library, caller), CpuRopeToCache(library, caller), CpuSiluAndMul(library, caller),
-        CpuGeluAndMul(library, caller),
+        CpuGeluAndMul(library, caller), CpuClampedSwiglu(library, caller),
     )  # fmt: skip
     check_shapes(found)
     check_special(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -287,11 +288,34 @@ class SiluAndMul(GlueKernel):
         return F.silu(gate) * up
 
     def _obstacle(self, wide: torch.Tensor) -> str:
-        if wide.dtype not in DTYPES:
-            return f"no kernel for {wide.dtype}"
-        if wide.ndim != 2 or wide.shape[1] % 2:
-            return f"{list(wide.shape)} are no rows of gate and up"
-        return self._device_obstacle(wide)
+        return _wrong_gates(wide) or self._device_obstacle(wide)
+
+
+def _wrong_gates(wide: torch.Tensor) -> str:
+    if wide.dtype not in DTYPES:
+        return f"no kernel for {wide.dtype}"
+    if wide.ndim != 2 or wide.shape[1] % 2:
+        return f"{list(wide.shape)} are no rows of gate and up"
+    return ""
+
+
+class ClampedSwiglu(GlueKernel):
+    """The gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925). Shapes as of `SiluAndMul`.
+
+    With the gate at most `limit` and up within +-`limit`, it is gate x sigmoid(`alpha` x gate) x (up + 1).
+    """
+
+    name = "clamped_swiglu"
+
+    def reference(self, wide: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * (gate * alpha).sigmoid()
+
+    def _obstacle(self, wide: torch.Tensor, limit: float, alpha: float) -> str:
+        if not 0 < limit < math.inf or not math.isfinite(alpha):
+            return f"limit {limit} and alpha {alpha} must be finite, the limit positive"
+        return _wrong_gates(wide) or self._device_obstacle(wide)
 
 
 class GeluAndMul(SiluAndMul):

@@ -193,7 +193,7 @@ class KernelSet:
     `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None, query and key
     weight [dim], or of all heads, or None, eps, slots int64 [T], pools of keys and values; queries and keys
     are normed and rotated in place, keys and values stored at the slots. `silu_and_mul` and `gelu_and_mul`
-    (gelu by tanh): of [T, 2 n], gate beside up.
+    (gelu by tanh): of [T, 2 n], gate beside up. `clamped_swiglu`: the same, and a limit and an alpha.
 
     `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
     top_p, min_p and a uniform number.
@@ -220,6 +220,7 @@ class KernelSet:
     rope_to_cache: FusedKernel | None = None
     silu_and_mul: FusedKernel | None = None
     gelu_and_mul: FusedKernel | None = None
+    clamped_swiglu: FusedKernel | None = None
     draw: FusedKernel | None = None
     quantized: QuantizedKernel | None = None
     route: FusedKernel | None = None

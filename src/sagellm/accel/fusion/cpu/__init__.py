@@ -11,7 +11,13 @@ from sagellm.accel.fusion.cpu.attention import CpuPagedAttention
 from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.delta import CpuDeltaStep
 from sagellm.accel.fusion.cpu.experts import CpuCombineExperts, CpuRouteToExperts
-from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuGeluAndMul, CpuRopeToCache, CpuSiluAndMul
+from sagellm.accel.fusion.cpu.glue import (
+    CpuAddRmsNorm,
+    CpuClampedSwiglu,
+    CpuGeluAndMul,
+    CpuRopeToCache,
+    CpuSiluAndMul,
+)
 from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
 from sagellm.accel.fusion.cpu.linear import CpuLinear
 from sagellm.accel.fusion.cpu.mamba import CpuMambaStep
@@ -46,6 +52,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             CpuRopeToCache(glue, caller),
             CpuSiluAndMul(glue, caller),
             CpuGeluAndMul(glue, caller),
+            clamped_swiglu=CpuClampedSwiglu(glue, caller),
             quantized=CpuQuantizedLinear(quantized, caller),
             route=CpuRouteToExperts(experts, caller),
             combine=CpuCombineExperts(experts, caller),

@@ -46,12 +46,16 @@ struct Rotate {
     int32_t type, pool_type, whole;
 };
 
-// y = silu(gate) up, or gelu(gate) up, each of rows x columns. A row of the input is its gate, then its up.
+enum Activation : int32_t { SILU, GELU, CLAMPED };
+
+// y = silu(gate) up, or gelu(gate) up, each of rows x columns. A row of the input is its gate, then its up. CLAMPED
+// (gpt-oss): gate sigmoid(alpha gate) (up + 1), after the gate is limited to `limit` and up to +-`limit`.
 struct Gated {
     const void *gate;
     void *y;
     int64_t rows, columns, gate_stride, y_stride;
-    int32_t type, gelu;
+    float limit, alpha;
+    int32_t type, activation;
 };
 
 template <typename T>
@@ -144,18 +148,27 @@ void rotate(const Rotate &job, int64_t row) {
         copy_head(head, place<P>(job.values, block, token, h), job.dim);
 }
 
-// gate / (1 + exp(-z)) times up, for columns [first, last) of a row. z is the gate; for gelu, by its approximation
-// with tanh (Hendrycks and Gimpel 2016), it is 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
-template <typename T, bool GELU>
+// The smaller of x and limit; NaN for NaN.
+inline Vector at_most(Vector x, Vector limit) {
+    return difference(zero(), greater_of(difference(zero(), limit), difference(zero(), x)));
+}
+
+// gate / (1 + exp(-z)) times up, for columns [first, last) of a row. z is the gate, or alpha times it; for gelu, by its
+// approximation with tanh (Hendrycks and Gimpel 2016), it is 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+template <typename T, Activation KIND>
 void gated(const Gated &job, int64_t row, int64_t first, int64_t last) {
     const T *gate = static_cast<const T *>(job.gate) + row * job.gate_stride, *up = gate + job.columns;
     T *y = static_cast<T *>(job.y) + row * job.y_stride;
     by_vectors(first, last, [&](int64_t i, int64_t left) {
-        const Vector g = take(gate + i, left);
-        Vector z = g;
-        if constexpr (GELU) z = multiply(multiply(g, all(1.5957691f)), multiply_add(multiply(g, g), all(0.044715f), all(1.0f)));
-        const Vector activated = g / (all(1.0f) + exponential(difference(zero(), z)));
-        put(y + i, multiply(activated, take(up + i, left)), left);
+        Vector g = take(gate + i, left), factor = take(up + i, left), z = g;
+        if constexpr (KIND == GELU)
+            z = multiply(multiply(g, all(1.5957691f)), multiply_add(multiply(g, g), all(0.044715f), all(1.0f)));
+        if constexpr (KIND == CLAMPED) {
+            const Vector limit = all(job.limit);
+            g = at_most(g, limit), z = multiply(g, all(job.alpha));
+            factor = at_most(greater_of(difference(zero(), limit), factor), limit) + all(1.0f);
+        }
+        put(y + i, multiply(g / (all(1.0f) + exponential(difference(zero(), z))), factor), left);
     });
 }
 
@@ -214,8 +227,11 @@ EXPORTED int32_t sagellm_gated(const Gated *job, int32_t threads) {
             for (int64_t at = begin; at < end; at++) {
                 const int64_t first = at % pieces * GATED_COLUMNS, last = first + GATED_COLUMNS;
                 const int64_t stop = last < job->columns ? last : job->columns;
-                if (job->gelu) gated<decltype(number), true>(*job, at / pieces, first, stop);
-                else gated<decltype(number), false>(*job, at / pieces, first, stop);
+                switch (job->activation) {
+                    case GELU: gated<decltype(number), GELU>(*job, at / pieces, first, stop); break;
+                    case CLAMPED: gated<decltype(number), CLAMPED>(*job, at / pieces, first, stop); break;
+                    default: gated<decltype(number), SILU>(*job, at / pieces, first, stop);
+                }
             }
         });
         return DONE;

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from sagellm.accel.fusion.checked_kernels import AddRmsNorm, GeluAndMul, RopeToCache, SiluAndMul
+from sagellm.accel.fusion.checked_kernels import (
+    AddRmsNorm,
+    ClampedSwiglu,
+    GeluAndMul,
+    RopeToCache,
+    SiluAndMul,
+)
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers, structure
 
 _AddNorm = structure(
@@ -37,7 +43,8 @@ _Gated = structure(
     "Gated",
     pointers("gate", "y"),
     int64s("rows", "columns", "gate_stride", "y_stride"),
-    int32s("type", "gelu"),
+    floats("limit", "alpha"),
+    int32s("type", "activation"),
 )
 
 
@@ -89,19 +96,18 @@ class CpuRopeToCache(CpuKernel, RopeToCache):
         )
 
 
-class CpuSiluAndMul(CpuKernel, SiluAndMul):
-    """`SiluAndMul` on a CPU. The result is a view of an [n, T] tensor where the input is one of [2 n, T]."""
+class _CpuGated(CpuKernel):
+    """Gated activations. The result is a view of an [n, T] tensor where the input is one of [2 n, T]."""
 
     c_name = "sagellm_gated"
-    is_gelu = False
+    activation = 0
 
-    def _obstacle(self, wide: torch.Tensor) -> str:
-        reason = super()._obstacle(wide)
-        if not reason and wide.stride(1) != 1 and not wide.t().is_contiguous():
+    def _layout_obstacle(self, wide: torch.Tensor) -> str:
+        if wide.stride(1) != 1 and not wide.t().is_contiguous():
             return "neither the rows are contiguous nor the tensor as a whole, transposed"
-        return reason
+        return ""
 
-    def _compute(self, wide: torch.Tensor) -> torch.Tensor:
+    def _gated(self, wide: torch.Tensor, limit: float = 0.0, alpha: float = 0.0) -> torch.Tensor:
         rows, columns = wide.shape[0], wide.shape[1] // 2
         if wide.stride(1) == 1:
             y = result = wide.new_empty((rows, columns))
@@ -110,12 +116,35 @@ class CpuSiluAndMul(CpuKernel, SiluAndMul):
             y = wide.new_empty((columns, rows))
             result = y.t()
             sizes = (1, columns * rows, 0, 0)
-        job = _Gated(wide.data_ptr(), y.data_ptr(), *sizes, DTYPE_CODES[wide.dtype], self.is_gelu)
+        code = DTYPE_CODES[wide.dtype]
+        job = _Gated(wide.data_ptr(), y.data_ptr(), *sizes, limit, alpha, code, self.activation)
         self._call(self.name, self._function, job, wide, y)
         return result
 
 
-class CpuGeluAndMul(CpuSiluAndMul, GeluAndMul):
-    """`GeluAndMul` on a CPU. The layout of the result is that of `CpuSiluAndMul`."""
+class CpuSiluAndMul(_CpuGated, SiluAndMul):
+    """`SiluAndMul` on a CPU."""
 
-    is_gelu = True
+    def _obstacle(self, wide: torch.Tensor) -> str:
+        return SiluAndMul._obstacle(self, wide) or self._layout_obstacle(wide)
+
+    def _compute(self, wide: torch.Tensor) -> torch.Tensor:
+        return self._gated(wide)
+
+
+class CpuGeluAndMul(CpuSiluAndMul, GeluAndMul):
+    """`GeluAndMul` on a CPU."""
+
+    activation = 1
+
+
+class CpuClampedSwiglu(_CpuGated, ClampedSwiglu):
+    """`ClampedSwiglu` on a CPU."""
+
+    activation = 2
+
+    def _obstacle(self, wide: torch.Tensor, limit: float, alpha: float) -> str:
+        return ClampedSwiglu._obstacle(self, wide, limit, alpha) or self._layout_obstacle(wide)
+
+    def _compute(self, wide: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+        return self._gated(wide, limit, alpha)
