@@ -401,6 +401,11 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=0,
         hidden_size_per_layer_input=0, attention_bias=True, tie_word_embeddings=False,
     ),
+    "gemma4-moe": lambda: _gemma4(
+        num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2, num_kv_shared_layers=0, attention_k_eq_v=True,
+        num_global_key_value_heads=2, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=8,
+        top_k_experts=3, moe_intermediate_size=40,
+    ),
     "gemma4-text-part": _gemma4_with_images,
     "gemma3-rope-linear": lambda: _gemma(
         Gemma3TextConfig, Gemma3ForCausalLM, tie_word_embeddings=False, layer_types=[FULL, SLIDING] * 2,
@@ -424,12 +429,16 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     adds_one = model.config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
     norm = 0.0 if adds_one else 1.0  # to a norm's weights
+
+    def is_scale(key: str) -> bool:
+        return ("norm" in key and key.endswith("weight")) or "router." in key
+
     scaled = model.config.model_type.startswith("gemma4")  # scores, by the norm of queries
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                parameter.copy_(0.1 * noise + (norm if "norm" in key and key.endswith("weight") else 0.0))
+                parameter.copy_(0.1 * noise + (norm if is_scale(key) else 0.0))
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
             if scaled and key.endswith("q_norm.weight"):

@@ -227,6 +227,11 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
         (of("Gemma4", per_layer_config={"1": {"head_dim": 64}}), "per_layer_config differs among layers"),
         (of("Gemma4", rope_parameters={"full_attention": {"rope_theta": 10.0}}), "has no sliding_attention"),
         (of("Gemma4", global_head_dim=31), "even head_dim"),
+        (of("Gemma4", enable_moe_block=True, num_experts=8), "needs top_k_experts, moe_intermediate_size"),
+        (
+            of("Gemma4", enable_moe_block=True, num_experts=2, top_k_experts=3, moe_intermediate_size=8),
+            "3 of 2 experts per token",
+        ),
     ],
 )
 def test_refusals(config: dict[str, Any], words: str) -> None:

@@ -7,7 +7,7 @@ quantized like any matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,8 @@ class ExpertSpec:
     has_bias: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
+    beside_mlp: bool = False
+    """Layers have an MLP too; router, experts and MLP have norms of their own (Gemma 4)."""
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "kept_groups"):
@@ -89,6 +91,12 @@ def route(
     counts += sizes
     starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     return Routes(order // spec.per_token, starts, places.view(chosen.shape), weights * spec.scale)
+
+
+def scaled(routes: Routes, expert_scale: torch.Tensor) -> Routes:
+    """`routes` with weights multiplied by the number [count] of each expert."""
+    experts = torch.searchsorted(routes.starts, routes.places, right=True) - 1
+    return replace(routes, weights=routes.weights * expert_scale[experts])
 
 
 def _in_kept_groups(spec: ExpertSpec, rank: torch.Tensor) -> torch.Tensor:

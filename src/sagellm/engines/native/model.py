@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import clamped_swiglu, combine, route
+from sagellm.engines.native.experts import clamped_swiglu, combine, route, scaled
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.layer_inputs import LayerInput, LayerInputs
@@ -113,6 +113,22 @@ class Mixture:
     counts: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Experts beside a layer's MLP, and the norms of both.
+
+    Both get the stream: `mixture` by `norm`, its router by `router_norm`. The weights of experts are
+    multiplied by `expert_scale` [count].
+    """
+
+    mixture: Mixture
+    expert_scale: torch.Tensor
+    router_norm: NormWeights
+    norm: NormWeights
+    out_norm: NormWeights
+    mlp_out_norm: NormWeights
+
+
 Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
 """The residual stream [T, hidden], what is still to be added to it, and the norm of that, if any."""
 
@@ -152,6 +168,7 @@ class DecoderLayer:
     mlp_norm: NormWeights
     mlp: Mlp | Mixture
     mlp_out_norm: NormWeights
+    beside: Beside | None
     input: LayerInput | None
     input_norm: NormWeights
     scale: torch.Tensor | None
@@ -204,7 +221,8 @@ class DecoderModel:
 
         Padding of recorded steps is counted too.
         """
-        mixtures = {i: own.mlp for i, own in enumerate(self._layers) if isinstance(own.mlp, Mixture)}
+        parts = {i: own.beside.mixture if own.beside else own.mlp for i, own in enumerate(self._layers)}
+        mixtures = {i: part for i, part in parts.items() if isinstance(part, Mixture)}
         if not mixtures:
             return {}
         counts = torch.stack([mixture.counts for mixture in mixtures.values()]).tolist()
@@ -310,7 +328,9 @@ class DecoderModel:
 
     def _mlp(self, layer: DecoderLayer, stream: Stream) -> Stream:
         seen, mlp = self._sublayer_input(stream, layer.mlp_norm), layer.mlp
-        delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen)
+        delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen, seen)
+        if layer.beside is not None:
+            delta = self._with_experts(layer.beside, delta, stream[0])
         return self._sublayer_output(stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
 
     def _end(self, layer: DecoderLayer, stream: Stream, given: torch.Tensor | None) -> Stream:
@@ -325,13 +345,24 @@ class DecoderModel:
     def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
         return mlp.down(self._activated(mlp.up(x)))
 
-    def _mixture(self, mlp: Mixture, x: torch.Tensor) -> torch.Tensor:
+    def _with_experts(self, own: Beside, delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """An MLP's output with that of the experts beside it, of the stream `x`."""
+        seen, routed = self._norm(x, own.norm), self._norm(x, own.router_norm)
+        mixed = self._mixture(own.mixture, seen, routed, own.expert_scale)
+        return self._norm(delta, own.mlp_out_norm) + self._norm(mixed, own.out_norm)
+
+    def _mixture(
+        self, mlp: Mixture, x: torch.Tensor, routed: torch.Tensor, expert_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The output of experts over `x`; `routed` is the router's input."""
         spec = self.spec.experts
         assert spec is not None
         logits = x.new_empty(len(x), spec.count, dtype=self._wide)
-        mlp.router.matrix.multiply(x, mlp.router.bias, logits)
+        mlp.router.matrix.multiply(routed, mlp.router.bias, logits)
         by_kernel = self._kernels.route, self._kernels.combine
         routes = (by_kernel[0].apply if by_kernel[0] else route)(logits, mlp.correction, spec, mlp.counts)
+        if expert_scale is not None:
+            routes = scaled(routes, expert_scale)
         rows = self._rows_of(x, routes.tokens, x.dtype)
         inner = self._activated(mlp.up.matrix.multiply_grouped(rows, routes.starts, mlp.up.bias))
         outputs = mlp.down.matrix.multiply_grouped(inner, routes.starts, mlp.down.bias)
@@ -432,7 +463,8 @@ def _layer(
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
-    is_mixture = spec.has_experts(index)
+    beside = _beside(spec, weights, index, linear, norm) if spec.has_experts_beside else None
+    is_mixture = spec.has_experts(index) and beside is None
     mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down"))
     mixer: Attention | RecurrentLayer
     if spec.attends(index):
@@ -448,7 +480,8 @@ def _layer(
         mixer = _recurrent_layer(spec, weights, index, linear, kernels)
     return DecoderLayer(
         norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
-        _layer_input(spec, weights, index), norm("input_norm"), weights.tensors.get(f"layers.{index}.scale"),
+        beside, _layer_input(spec, weights, index), norm("input_norm"),
+        weights.tensors.get(f"layers.{index}.scale"),
     )  # fmt: skip
 
 
@@ -510,6 +543,17 @@ def _mixture(spec: ModelSpec, weights: ModelWeights, index: int, linear: Callabl
     gate = linear("shared_gate") if experts.shared_gate else None
     counts = torch.zeros(experts.count, dtype=torch.long, device=weights.tensors["final_norm.weight"].device)
     return Mixture(linear("router"), correction, up, down, shared, gate, counts)
+
+
+def _beside(
+    spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear],
+    norm: Callable[[str], NormWeights],
+) -> Beside:  # fmt: skip
+    ours = f"layers.{index}."
+    router_norm = _affine(weights, ours + "router_norm", 0.0, spec.hidden_size**-0.5)
+    norms = (norm(name) for name in ("experts_norm", "experts_out_norm", "mlp_own_norm"))
+    mixture, scale = _mixture(spec, weights, index, linear), weights.tensors[ours + "expert_scale"]
+    return Beside(mixture, scale, router_norm, *norms)
 
 
 def _scores(spec: ModelSpec, sinks: torch.Tensor | None) -> Scores | None:

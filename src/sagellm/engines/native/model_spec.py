@@ -162,6 +162,11 @@ class ModelSpec:
         """Whether the MLP of a layer is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
+    @property
+    def has_experts_beside(self) -> bool:
+        """Whether layers have experts beside an MLP."""
+        return self.experts is not None and self.experts.beside_mlp
+
     def attends(self, layer: int) -> bool:
         """Whether a layer attends."""
         return self.recurrent is None or not self.recurrent.layers[layer]

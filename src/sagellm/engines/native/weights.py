@@ -88,7 +88,9 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm. The
     qkv of attention with an output gate begins with the gate. A recurrent layer has
     `recurrent.{into,conv,decay,step_bias,norm,out}` in place of qkv and out, and `recurrent.gates` (delta
-    rule) or `recurrent.{conv_bias,skip}` (Mamba).
+    rule) or `recurrent.{conv_bias,skip}` (Mamba). Where layers have inputs of their own, there are
+    `layer_table`, `layer_inputs`, `layer_inputs_norm` and `layers.I.{input_gate,input_up,input_norm}`; with
+    experts beside an MLP `layers.I.{router_norm,expert_scale,experts_norm,experts_out_norm,mlp_own_norm}`.
     """
     looked_up = {"positions.weight", LAYER_TABLE} | (set() if spec.tied else {EMBEDDING})
     return [
@@ -160,7 +162,7 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
         yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
     if spec.has_experts(index):
         yield from _expert_pieces(spec, ours, theirs)
-    else:
+    if not spec.has_experts(index) or spec.has_experts_beside:
         up = _stacked(theirs, names.up, (inner,) * (1 + spec.gated_mlp))
         yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
         yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)
@@ -218,6 +220,12 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
         yield from _linear(ours + "experts.up", up, spec.hidden_size)
         down = [(module + names.expert_down, spec.hidden_size) for module in modules]
         yield from _linear(ours + "experts.down", down, experts.width)
+    if experts.beside_mlp:
+        yield ours + "router_norm.weight", (WeightPiece(theirs + "router.scale", (spec.hidden_size,)),)
+        yield ours + "expert_scale", (WeightPiece(theirs + "router.per_expert_scale", (experts.count,)),)
+        yield from _norm(spec, ours + "experts_norm", theirs + "pre_feedforward_layernorm_2")
+        yield from _norm(spec, ours + "experts_out_norm", theirs + "post_feedforward_layernorm_2")
+        yield from _norm(spec, ours + "mlp_own_norm", theirs + "post_feedforward_layernorm_1")
     if experts.is_corrected:
         bias = WeightPiece(f"{theirs}{names.router}.e_score_correction_bias", (experts.count,))
         yield ours + "router.correction", (bias,)

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.families.gemma import OUTER_NORMS, rounded
 from sagellm.engines.native.families.values import FULL, SLIDING, Config, dtype_of, layer_types, llama_like
 from sagellm.engines.native.layer_spec import LayerInputSpec, LayerShape
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.rope import RopeSpec, read_rope
 
-_TEXT_PART_NAMES = replace(OUTER_NORMS, root="model.language_model.")
+_NAMES = replace(OUTER_NORMS, router="router.proj", experts="experts")
+_TEXT_PART_NAMES = replace(_NAMES, root="model.language_model.")
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -38,8 +40,6 @@ def gemma4(name: str, config: Config, **wiring: Any) -> ModelSpec:
     config = {**_DEFAULTS, "hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh"), **config}
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedModelError(f"{name} with use_bidirectional_attention does not generate text")
-    if config.get("enable_moe_block"):
-        raise UnsupportedModelError(f"{name} with enable_moe_block, experts beside the MLP, is not supported")
     types = [*layer_types(config, lambda i: (i + 1) % 6 != 0)[:-1], FULL]
     shapes, dtype, bias = _shapes(config, types), dtype_of(config), bool(config.get("attention_bias", False))
     width = config.get("hidden_size_per_layer_input", 256)
@@ -49,8 +49,19 @@ def gemma4(name: str, config: Config, **wiring: Any) -> ModelSpec:
         windows=tuple(config["sliding_window"] if kind == SLIDING else None for kind in types),
         ropes=_ropes(config, types, shapes), shapes=shapes, layer_scale=True,
         layer_inputs=_layer_inputs(config, width, dtype) if width else None,
-        logit_softcap=config.get("final_logit_softcapping"), **({"names": OUTER_NORMS} | wiring),
+        logit_softcap=config.get("final_logit_softcapping"), experts=_experts(config, len(types)),
+        **({"names": _NAMES} | wiring),
     )  # fmt: skip
+
+
+def _experts(config: Config, num_layers: int) -> ExpertSpec | None:
+    if not config.get("enable_moe_block"):
+        return None
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    if lacking := [key for key in names if key not in config]:
+        raise UnsupportedModelError(f"config.json: enable_moe_block needs {', '.join(lacking)}")
+    count, chosen, width = (config[key] for key in names)
+    return ExpertSpec((True,) * num_layers, count, chosen, width, stacked="rows", beside_mlp=True)
 
 
 def _layer_inputs(config: Config, width: int, dtype: str) -> LayerInputSpec:
