@@ -49,8 +49,12 @@ class Books:
         window: int | None = None,
         windows: tuple[int | None, ...] = (),
         early: bool = False,
+        state_pages: int = 0,
     ) -> None:
-        """`windows`: those of the KV groups, if there are several; each has `num_blocks` blocks then."""
+        """`windows`: those of the KV groups, if there are several; each has `num_blocks` blocks then.
+
+        `state_pages`: blocks of a checkpoint of recurrent states, where the model has any.
+        """
         shares = QUOTAS if quotas else {}
         config = KVConfig(
             block_size=BLOCK,
@@ -58,15 +62,18 @@ class Books:
             pool=pool,
             sharing_groups={"friends": ("c", "d")},
             index_as_computed=early,
+            checkpoint_interval=BLOCK,
             **shares,
         )
         self.clock = ManualClock()
         self.window, self.windows = window, windows or (window,)
         groups = tuple(KVGroup((i,), one) for i, one in enumerate(windows))
         num_blocks *= len(self.windows)
+        self.state_pages = state_pages
         self.kv: Any = build_kv(
-            config, num_blocks, window=window, groups=groups, max_chunk=14, clock=self.clock
-        )
+            config, num_blocks, window=window, groups=groups, state_pages=state_pages, max_chunk=14,
+            clock=self.clock,
+        )  # fmt: skip
         self.cells: list[list[Content | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.waiting: dict[str, RequestState] = {}
         self.running: dict[str, RequestState] = {}
@@ -116,7 +123,8 @@ class Books:
             self.kv.rollback(binding)
             self.check_unbound(before)
             return
-        self.execute(binding.copies, chunk)
+        self.execute(binding, 0, 0, chunk)
+        self.kv.executed(binding)
         self.commit(chunk)
 
     def admit_together(self, names: list[str], num_tokens: int, *, fail: str = "") -> None:
@@ -126,7 +134,11 @@ class Books:
         binding = Binding(draft)
         before = self.kv.block_states(), self.kv.index.num_cached
         for name in names:
-            state, num_copies = self.waiting[name], len(binding.copies)
+            state, num_copies, num_kept = (
+                self.waiting[name],
+                len(binding.copies),
+                len(binding.kept_states),
+            )
             hit = self.kv.quotes.match(state)
             self.check_match(state, hit)
             left = len(state.tokens) - hit.num_tokens
@@ -136,20 +148,29 @@ class Books:
             except CapacityError:
                 del draft.chunks[name]
                 break
-            self.execute(binding.copies[num_copies:], draft.chunks[name])
+            self.execute(binding, num_copies, num_kept, draft.chunks[name])
         assert list(binding.chunks) == list(draft.chunks)
         if fail == "rollback":
             self.kv.rollback(binding)
             assert not binding.chunks
             self.check_unbound(before)
             return
+        self.kv.executed(binding)
         for chunk in draft.chunks.values():
             self.commit(chunk)
 
-    def execute(self, copies: list[BlockCopy], chunk: Chunk) -> None:
-        """What a backend would do: copies, then reads of all before the chunk, then writes of the chunk."""
-        self.copy(copies)
+    def execute(self, binding: Binding, num_copies: int, num_kept: int, chunk: Chunk) -> None:
+        """What a backend would do, but for copies and kept states that are done.
+
+        Copies, then reads of all before the chunk, then writes of the chunk, then states that are kept.
+        """
+        self.copy(binding.copies[num_copies:])
         state, table = chunk.state, self.kv.block_table(chunk.state.request_id)
+        if chunk.admits:
+            pages = self.kv.state_pages(state.request_id)
+            assert len(pages) == (self.state_pages if chunk.start else 0)
+            for page in pages:
+                assert self.cells[page] == [self.content(state, chunk.start - 1)] * BLOCK, "wrong state"
         for group, window in enumerate(self.windows):
             blocks = table[group :: len(self.windows)]
             first = 0 if window is None else max(0, chunk.start - window + 1)
@@ -159,6 +180,11 @@ class Books:
                 assert found == self.content(state, position), f"{state.request_id}: wrong KV at {position}"
             for position in range(chunk.start, chunk.end):
                 self.cells[blocks[position // BLOCK]][position % BLOCK] = self.content(state, position)
+        for kept, num_tokens, pages in binding.kept_states[num_kept:]:
+            assert kept is state
+            assert chunk.start < num_tokens <= chunk.end
+            for page in pages:
+                self.cells[page] = [self.content(state, num_tokens - 1)] * BLOCK
 
     def copy(self, copies: list[BlockCopy]) -> None:
         for one in copies:
@@ -248,7 +274,7 @@ class Books:
     def check_match(self, state: RequestState, hit: PrefixHit) -> None:
         space = self.kv.namespace_of(state.request.namespace)
         blocks = self.longest(space, tuple(state.tokens)[:-1])
-        if len(self.windows) > 1:  # at most: the windows of all groups must be there, too
+        if len(self.windows) > 1 or self.state_pages:  # at most: windows and states must be there, too
             blocks = blocks[: hit.num_blocks]
         assert self.kv.index.block_ids(hit).tolist() == blocks
         tail = 0 if hit.tail is None else hit.tail.num_tokens
@@ -259,14 +285,14 @@ class Books:
         """A bind that failed or was undone has changed nothing but that cached blocks may be free."""
         (active, cached, free), _ = before
         now = self.kv.block_states()
-        if self.window is None and len(self.windows) == 1:
+        if self.window is None and len(self.windows) == 1 and not self.state_pages:
             assert now.active == active
         assert now.cached <= cached
         assert now.free >= free
 
     def check_evicted(self, before: tuple[Any, int], bound: ChunkBlocks) -> None:
         """Exactly what was missing is gone, where nothing but the index can give it."""
-        if self.window is not None or self.kv.quota is not None or len(self.windows) > 1:
+        if self.window is not None or self.kv.quota is not None or len(self.windows) > 1 or self.state_pages:
             return
         missing = max(0, len(bound.block_ids) - before[0].free)
         assert before[1] - self.kv.index.num_cached == missing

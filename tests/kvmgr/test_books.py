@@ -28,7 +28,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "groups": {"windows": (None, 5, 5, 3)},
     "buddy and groups": {"windows": (None, None, 7), "pool": "buddy"},
+    "states": {"state_pages": 3, "num_blocks": 40},
+    "buddy, groups and states": {"windows": (None, 5), "state_pages": 2, "pool": "buddy"},
     "roomy": {"num_blocks": 200},
+    "roomy and states": {"num_blocks": 200, "state_pages": 2},
     "early": {"early": True},
     "early and roomy": {"early": True, "num_blocks": 200},
 }

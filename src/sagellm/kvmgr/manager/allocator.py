@@ -228,7 +228,9 @@ class BlockAllocator:
                 self._groups.free_detached(self._groups.shed(self.pool.total_blocks, kept=kept))
             if self._groups.checkpoints is not None:
                 self._groups.free_detached(self._groups.checkpoints.clear())
-                self._return(self._groups.checkpoints.evict_unneeded(), NO_ACCOUNT, "cleared")
+                self._groups.checkpoints.drop_pending(self.pool.total_blocks)
+                while gone := self._groups.checkpoints.evict_unneeded():
+                    self._return(gone, NO_ACCOUNT, "cleared")
         if self.quota is not None:
             while sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
                 pass

@@ -201,7 +201,8 @@ class Checkpoints:
                 continue
             own.executed.add(depth)
             if num_tokens > state.num_prompt_tokens:
-                self._forget_rolling(own)
+                if own.rolling in own.made:
+                    self._free(own, own.rolling)
                 own.rolling = depth
 
     def undo(self, binding: Binding, blocks_of: Callable[[RequestState], RequestBlocks | None]) -> None:
@@ -209,7 +210,7 @@ class Checkpoints:
         for state, num_tokens, _ in reversed(binding.kept_states):
             blocks, depth = blocks_of(state), num_tokens // self._pool.block_size
             if blocks is not None and depth in self._requests[blocks].made:
-                self._pool.free(self._requests[blocks].made.pop(depth))
+                self._free(self._requests[blocks], depth)
         binding.kept_states.clear()
 
     def deepest(self, blocks: RequestBlocks, num_tokens: int) -> int:
@@ -224,27 +225,25 @@ class Checkpoints:
         depths = sorted(depth for depth in own.executed if depth <= blocks.num_shared)
         keys = self._keys(state, depths[-1]) if depths else []
         for depth in depths:
-            pages, leads = own.made.pop(depth), blocks.block_ids[:depth]
-            own.executed.discard(depth)
-            own.rolling = 0 if own.rolling == depth else own.rolling
-            if leads[-1] in self._at or keys[depth - 1] in self._by_key:
-                self._pool.free(pages)
-                continue
-            ids = self._pool.hand_over(pages, 0, self.state_pages, INDEX_OWNER)
-            self._pool.free(pages)
-            namespace = self._namespace_of(state.request.namespace)
-            made = KeptPrefix(keys[depth - 1], leads, ids, state.tokens, namespace)
-            self._at[leads[-1]] = self._by_key[made.key] = made
-            self._num_over.update(leads)
-            self._retention.made(made.key, depth, now_s)
-            self.num_made += 1
+            pages, leads = own.made[depth], blocks.block_ids[:depth]
+            if leads[-1] not in self._at and keys[depth - 1] not in self._by_key:
+                namespace = self._namespace_of(state.request.namespace)
+                ids = self._pool.hand_over(pages, 0, self.state_pages, INDEX_OWNER)
+                made = KeptPrefix(keys[depth - 1], leads, ids, state.tokens, namespace)
+                self._at[leads[-1]] = self._by_key[made.key] = made
+                self._num_over.update(leads)
+                self._retention.made(made.key, depth, now_s)
+                self.num_made += 1
+            self._free(own, depth)
         own.depth = max(own.depth, blocks.num_shared)
 
     def release(self, blocks: RequestBlocks) -> None:
         """The request leaves the batch."""
         self._begun(blocks)
-        for pages in self._requests.pop(blocks).made.values():
-            self._pool.free(pages)
+        own = self._requests[blocks]
+        for depth in list(own.made):
+            self._free(own, depth)
+        del self._requests[blocks]
         if blocks.num_shared and not self._num_over[blocks.block_ids[blocks.num_shared - 1]]:
             self._unneeded.append((blocks.state.tokens, blocks.hit.namespace, blocks.num_shared))
 
@@ -254,10 +253,12 @@ class Checkpoints:
             lead, own.begins_with = own.begins_with, NO_LEAD
             self.let_go(lead)
 
-    def _forget_rolling(self, own: RequestCheckpoints) -> None:
-        if own.rolling in own.made:
-            self._pool.free(own.made.pop(own.rolling))
-            own.executed.discard(own.rolling)
+    def _free(self, own: RequestCheckpoints, depth: int) -> None:
+        """Free what a request still holds of a checkpoint."""
+        self._pool.free(own.made[depth])
+        del own.made[depth]
+        own.executed.discard(depth)
+        own.rolling = 0 if own.rolling == depth else own.rolling
 
     # -- memory
 
@@ -292,14 +293,17 @@ class Checkpoints:
         return self._remove(found)
 
     def evict_unneeded(self) -> BlockIds:
-        """Evict the cached blocks that no checkpoint needs any more."""
-        gone, size = array("i"), self._pool.block_size
-        while self._unneeded:
+        """Evict cached blocks of one prefix that no checkpoint needs any more.
+
+        Empty if there are none.
+        """
+        gone = array("i")
+        while self._unneeded and not gone:
             tokens, namespace, depth = self._unneeded.pop()
-            hit = self._index.lookup(tokens, namespace, depth * size)
+            hit = self._index.lookup(tokens, namespace, depth * self._pool.block_size)
             leads = self._index.block_ids(hit)
             count = next((i for i, lead in enumerate(reversed(leads)) if self._num_over[lead]), len(leads))
-            gone += self._index.evict_tail(hit, count)
+            gone = self._index.evict_tail(hit, count)
         return gone
 
     def drop_pending(self, num_blocks: int) -> None:
@@ -309,8 +313,7 @@ class Checkpoints:
             for depth in sorted(own.executed):
                 if self._pool.num_free >= target:
                     return
-                self._pool.free(own.made.pop(depth))
-                own.executed.discard(depth)
+                self._free(own, depth)
 
     def evicted(self, leads: Iterable[int]) -> BlockIds:
         """These blocks have left the index; returns the blocks of the checkpoints behind them."""
