@@ -99,19 +99,22 @@ bool rotations(int32_t type, int32_t pool_type) {
     for (int64_t i = 0; i < rows; i++) slots[size_t(i)] = rows - 1 - i;
     const std::vector<double> before = all.values();
     const int64_t token = kv_heads * dim;
+    const bool norms_values = between(0, 1);
     const Rotate job = {all.data.get(), is_turned ? cos.data.get() : nullptr, is_turned ? sin.data.get() : nullptr,
                         is_normed ? weight.data.get() : nullptr, is_normed ? weight.data.get() : nullptr, slots.get(),
                         {keys.data.get(), size * token, token, dim}, {values.data.get(), size * token, token, dim},
-                        rows, query_heads, kv_heads, dim, heads * dim, half, blocks, size, 1e-5f, type, pool_type};
+                        rows, query_heads, kv_heads, dim, heads * dim, half, blocks, size, 1e-5f, 1e-4f, type, pool_type, 0,
+                        norms_values};
     if (sagellm_rotate(&job, 2) != DONE) return false;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t h = 0; h < heads; h++) {
             const int64_t at = (row * heads + h) * dim, kv_head = h - query_heads;
             std::vector<double> head(&before[size_t(at)], &before[size_t(at)] + dim);
             const bool is_value = kv_head >= kv_heads;
-            const double scale = is_normed && !is_value ? scale_of(head.data(), dim, 1e-5) : 0.0;
+            const bool scales = is_value ? norms_values : is_normed;
+            const double scale = scales ? scale_of(head.data(), dim, is_value ? 1e-4 : 1e-5) : 0.0;
             if (scale)
-                for (int64_t d = 0; d < dim; d++) head[size_t(d)] *= scale * weight[d];
+                for (int64_t d = 0; d < dim; d++) head[size_t(d)] *= scale * (is_value ? 1.0 : double(weight[d]));
             for (int64_t d = 0; d < dim; d++) {
                 const int64_t angle = row * half + d % half;
                 const double other = head[size_t(d < half ? d + half : d - half)], turn = d < half ? -other : other;

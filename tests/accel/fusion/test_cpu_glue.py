@@ -113,6 +113,7 @@ class Rotation:
     turned: bool = True
     whole: bool = False
     seed: int = 0
+    value_eps: float | None = None
     args: list[object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +133,7 @@ class Rotation:
             heads, *((cos, sin) if self.turned else (None, None)),
             *(weight.to(self.dtype) if self.normed else None for weight in weights), EPS, slots,
             pools[:, 0, ..., : self.dim], pools[:, 1, ..., : self.dim],
+            *([] if self.value_eps is None else [self.value_eps]),
         ]  # fmt: skip
 
     def copied(self) -> list[object]:
@@ -155,7 +157,8 @@ def compare_rotation(kernels: Kernels, made: Rotation) -> None:
     assert isinstance(heads, torch.Tensor)
     assert isinstance(slots, torch.Tensor)
     assert isinstance(values, torch.Tensor)
-    same(heads[:, -made.kv_heads :], raw[:, -made.kv_heads :])
+    if made.value_eps is None:
+        same(heads[:, -made.kv_heads :], raw[:, -made.kv_heads :])
     stored = values[slots // made.block_size, slots % made.block_size]
     same(stored, heads[:, -made.kv_heads :].to(made.pool_dtype))
 
@@ -321,6 +324,22 @@ def test_bfloat16_is_rounded_as_torch_rounds(kernels: Kernels) -> None:
             same(pool[1, :, 0], expected)
 
 
+def test_values_are_normed_without_weights(kernels: Kernels) -> None:
+    for dtype, pool_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        compare_rotation(kernels, Rotation(5, 4, 2, 24, dtype, pool_dtype, normed=True, value_eps=1e-3))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_alone(kernels: Kernels, normed: bool) -> None:
+    """Of layers that attend to another layer's KV."""
+    heads, cos, sin, weight = Rotation(5, 4, 2, 24, normed=normed).args[:4]
+    assert isinstance(heads, torch.Tensor)
+    twin = heads.clone()
+    kernels.rope.apply(heads, cos, sin, weight, None, EPS, None, None, None)
+    kernels.rope.reference(twin, cos, sin, weight, None, EPS, None, None, None)
+    torch.testing.assert_close(heads, twin, atol=2e-6, rtol=2e-6)
+
+
 def test_a_slot_outside_is_refused_and_nothing_is_changed(kernels: Kernels) -> None:
     made = Rotation(normed=True)
     keys, slots = made.args[7], made.args[6]
@@ -397,3 +416,13 @@ def test_what_is_not_supported_is_named(kernels: Kernels) -> None:
         (8, values.to("meta"), "runs on a CPU"),
     ]
     refused(kernels.rope, [((*good[:at], bad, *good[at + 1 :]), reason) for at, bad, reason in cases])
+    queries: list[object] = [heads, cos, good[2], weights, None, EPS, None, None, None]
+    cases = [
+        (0, heads.double(), "no query heads"),
+        (0, heads[:1].expand(heads.shape), "must not overlap"),
+        (1, None, "or both None"),
+        (3, weights[:9], "weights of norms"),
+        (4, weights, "without slots"),
+        (7, keys, "without slots"),
+    ]
+    refused(kernels.rope, [((*queries[:at], bad, *queries[at + 1 :]), reason) for at, bad, reason in cases])

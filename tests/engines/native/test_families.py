@@ -122,7 +122,7 @@ def test_gemma4() -> None:
 
 def test_heads_of_gemma4_may_be_given_by_layer() -> None:
     """As transformers writes them from 5.20 on, and as it did before."""
-    now = {str(i): {"head_dim": 64, "num_key_value_heads": 1} for i in (1, 3)}
+    now = {f"{i:02}": {"head_dim": 64, "num_key_value_heads": 1} for i in (1, 3)}
     types = ["sliding_attention", "full_attention"] * 2
     one = read_spec(of("Gemma4", layer_types=types, per_layer_config=now, attention_k_eq_v=True))
     before = {"global_head_dim": 64, "num_global_key_value_heads": 1}
@@ -225,6 +225,8 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
             "4 heads, not a multiple of 3 KV heads",
         ),
         (of("Gemma4", per_layer_config={"1": {"head_dim": 64}}), "per_layer_config differs among layers"),
+        (of("Gemma4", per_layer_config={"4": {"head_dim": 64}}), "per_layer_config of 4; layers are 0 to 3"),
+        (of("Gemma4", per_layer_config={"x": {"head_dim": 64}}), "per_layer_config of x"),
         (of("Gemma4", rope_parameters={"full_attention": {"rope_theta": 10.0}}), "has no sliding_attention"),
         (of("Gemma4", global_head_dim=31), "even head_dim"),
         (of("Gemma4", enable_moe_block=True, num_experts=8), "needs top_k_experts, moe_intermediate_size"),

@@ -30,6 +30,8 @@ MODELS = (
     "glm4",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-wide-windows",
     "olmo2",
     "phi3-longrope-partial",
     "granite",

@@ -196,19 +196,22 @@ class RopeToCache(GlueKernel):
     Inputs: `heads` [T, heads, dim], the query, key and value heads of each row; `cos` and `sin` [T, dim / 2],
     or None for no rotation; `query_weight` and `key_weight` [dim], or None for no norm, or as long as all
     query and all key heads for one norm over each; `eps`; `slots`, int64 [T], each block id x block size +
-    offset in the block; `keys` and `values`, pools [num_blocks, block_size, kv_heads, dim]. Keys and values
-    are stored in the pools' dtype. There is no result. A slot that is given twice holds one of both.
+    offset in the block; `keys` and `values`, pools [num_blocks, block_size, kv_heads, dim]; and maybe
+    `value_eps`: value heads get an RMSNorm without weights. Keys and values are stored in the pools' dtype.
+    There is no result. A slot that is given twice holds one of both. With None for slots and pools all heads
+    are queries.
     """
 
     name = "rope_to_cache"
 
     def reference(
         self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-        keys: torch.Tensor, values: torch.Tensor,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float,
+        slots: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None,
+        value_eps: float | None = None,
     ) -> None:  # fmt: skip
         """The slow twin, in float64."""
-        kv_heads, half = keys.shape[2], heads.shape[2] // 2
+        kv_heads, half = 0 if keys is None else keys.shape[2], heads.shape[2] // 2
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         for part, weight in ((query, query_weight), (key, key_weight)):
             rotated = part.double()
@@ -220,11 +223,17 @@ class RopeToCache(GlueKernel):
                 first, second = rotated[..., :half], rotated[..., half:]
                 rotated = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
             part.copy_(rotated)
+        if keys is None or values is None or slots is None:
+            return
+        if value_eps is not None:
+            value.copy_(F.rms_norm(value.double(), value.shape[2:], None, value_eps))
         keys[slots // keys.shape[1], slots % keys.shape[1]] = key.to(keys.dtype)
         values[slots // keys.shape[1], slots % keys.shape[1]] = value.to(values.dtype)
 
     def _obstacle(self, *inputs: Any) -> str:
-        heads, cos, sin, query_weight, key_weight, _, slots, keys, values = inputs
+        heads, cos, sin, query_weight, key_weight, _, slots, keys, values = inputs[:9]
+        if slots is None:
+            return self._queries_obstacle(*inputs[:5], keys, values)
         dtype, pool_dtype, shape, pool = heads.dtype, keys.dtype, heads.shape, keys.shape
         if dtype not in DTYPES or pool_dtype not in DTYPES or values.dtype is not pool_dtype:
             return f"no kernel for {dtype} into {pool_dtype} and {values.dtype}"
@@ -246,6 +255,24 @@ class RopeToCache(GlueKernel):
         optional = (cos, sin, query_weight, key_weight)
         tensors = (heads, slots, keys, values, *(t for t in optional if t is not None))
         return reason or self._device_obstacle(*tensors)
+
+    def _queries_obstacle(
+        self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, *pools: torch.Tensor | None,
+    ) -> str:  # fmt: skip
+        """Why the kernel cannot take these queries alone; empty if it can."""
+        if any(tensor is not None for tensor in (key_weight, *pools)):
+            return "pools or the weight of keys without slots"
+        if heads.dtype not in DTYPES or heads.ndim != 3 or not heads.shape[1] or not heads.shape[2]:
+            return f"no query heads: {heads.dtype} {list(heads.shape)}"
+        rows, num_heads, dim = heads.shape
+        if heads.stride()[1:] != (dim, 1) or heads.stride(0) < num_heads * dim:
+            return "the heads of a row must be contiguous, and rows must not overlap"
+        reason = _wrong_angles(cos, sin, rows, dim, heads.dtype)
+        if query_weight is not None:
+            reason = reason or _wrong_weights(query_weight, None, heads, 0)
+        given = (heads, *(t for t in (cos, sin, query_weight) if t is not None))
+        return reason or self._device_obstacle(*given)
 
 
 def _wrong_weights(

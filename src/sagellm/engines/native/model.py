@@ -402,10 +402,10 @@ class DecoderModel:
         spec, norms, index = self.spec, (own.q_norm, own.k_norm), own.kv_layer
         if self._kernels.rope_to_cache is not None:
             cos, sin = angles or (None, None)
+            cache = (slots, kv.keys[index], kv.values[index]) if own.has_kv else (None, None, None)
             self._kernels.rope_to_cache.apply(
-                heads, cos, sin, *(norm.weight for norm in norms), spec.norm_eps, slots, kv.keys[index],
-                kv.values[index],
-            )  # fmt: skip
+                heads, cos, sin, *(norm.weight for norm in norms), spec.norm_eps, *cache, spec.value_eps
+            )
             return
         num_kv_heads = own.shape.num_kv_heads if own.has_kv else 0
         query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -197,6 +197,11 @@ class ModelSpec:
         return () if set(found) <= {(self.num_kv_heads, self.head_dim)} else tuple(found)
 
     @property
+    def value_eps(self) -> float | None:
+        """The eps of the norm of values; None: they are not normed."""
+        return self.norm_eps if self.value_norm else None
+
+    @property
     def rope(self) -> RopeSpec | None:
         """The rotations of the first layer that has any."""
         return next((rope for rope in self.ropes if rope is not None), None)

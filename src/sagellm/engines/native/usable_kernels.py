@@ -23,17 +23,8 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
         return torch.ones(shape, dtype=dtype, device=device)
 
     x, wide = ones(1, spec.hidden_size), ones(1, 2 * spec.intermediate_size)
-    heads = ones(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-    pool = ones(1, 1, spec.num_kv_heads, spec.head_dim)
-    angles = ones(1, spec.head_dim // 2) if spec.rope else None
-    weights = [
-        ones(count * spec.head_dim if spec.qk_norm == "all" else spec.head_dim) if spec.qk_norm else None
-        for count in (spec.num_heads, spec.num_kv_heads)
-    ]
-    slots = torch.zeros(1, dtype=torch.long, device=device)
-    rotation = heads, angles, angles, *weights, spec.norm_eps, slots, pool, pool
     can_norm = spec.rms_norm and spec.norm_place != "residual"
-    can_rotate = (spec.rms_norm or not spec.qk_norm) and not spec.shapes and not spec.value_norm
+    can_rotate = (spec.rms_norm or not spec.qk_norm) and _rotates(kernels.rope_to_cache, spec, x)
     by_silu, by_gelu = spec.activation in ("silu", "swish"), spec.activation in TANH_GELU
     if spec.experts is not None:
         kernels = _for_experts(kernels, spec.experts, x)
@@ -44,11 +35,31 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     return replace(
         kernels,
         add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
-        rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
+        rope_to_cache=kernels.rope_to_cache if can_rotate else None,
         silu_and_mul=_usable(kernels.silu_and_mul, wide) if spec.gated_mlp and by_silu else None,
         gelu_and_mul=_usable(kernels.gelu_and_mul, wide) if spec.gated_mlp and by_gelu else None,
         clamped_swiglu=_usable(kernels.clamped_swiglu, wide, 7.0, 1.702),
     )
+
+
+def _rotates(kernel: FusedKernel | None, spec: ModelSpec, x: torch.Tensor) -> bool:
+    """Whether a kernel rotates and stores the heads of all layers."""
+    if kernel is None:
+        return False
+    slots = torch.zeros(1, dtype=torch.long, device=x.device)
+    heads_of = {(s.num_kv_heads, s.head_dim, spec.has_kv(i)) for i, s in enumerate(spec.shapes)}
+    for num_kv_heads, dim, has_kv in heads_of or {(spec.num_kv_heads, spec.head_dim, True)}:
+        counts = (spec.num_heads, num_kv_heads) if has_kv else (spec.num_heads,)
+        sizes = [count * dim if spec.qk_norm == "all" else dim for count in counts]
+        weights = [x.new_ones(size) if spec.qk_norm else None for size in sizes]
+        angles = x.new_ones(1, dim // 2) if spec.rope else None
+        pool = x.new_ones(1, 1, num_kv_heads, dim) if has_kv else None
+        heads = x.new_ones(1, spec.num_heads + 2 * num_kv_heads * has_kv, dim)
+        cache = (slots, pool, pool) if has_kv else (None, None, None)
+        inputs = heads, angles, angles, *weights, *[None] * (2 - len(weights)), spec.norm_eps, *cache
+        if not kernel.supports(*inputs, spec.value_eps).usable:
+            return False
+    return True
 
 
 def _for_delta(kernels: KernelSet, delta: DeltaSpec, x: torch.Tensor) -> KernelSet:

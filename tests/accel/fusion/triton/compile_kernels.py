@@ -68,9 +68,13 @@ def glue(dtype: str) -> Iterator[Case]:
     rotated = ("heads", "cos", "sin", "query_weight", "key_weight", "keys", "values")
     constants = {
         "QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK_SIZE": 16, "HEADS": 16,
-        "TURNS": True, "NORMS_QUERY": True, "NORMS_KEY": True,
+        "TURNS": True, "NORMS_QUERY": True, "NORMS_KEY": True, "NORMS_VALUE": True,
     }  # fmt: skip
-    yield rope_to_cache_kernel, dict.fromkeys(rotated, own) | {"slots": "*i64", "eps": "fp32"}, constants
+    yield (
+        rope_to_cache_kernel,
+        dict.fromkeys(rotated, own) | {"slots": "*i64", "eps": "fp32", "value_eps": "fp32"},
+        constants,
+    )
     for gelu in (False, True):
         yield silu_and_mul_kernel, {"wide": own, "output": own}, {"TILE": 1024, "GELU": gelu}
 

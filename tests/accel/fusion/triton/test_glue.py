@@ -100,10 +100,14 @@ def test_rope_to_cache(
     results = []
     for run in (kernel.apply, kernel.reference):
         own, (keys, values) = heads.clone(), pools.clone()[:, :, :, 1:]
-        run(own, cos, sin, query_weight, key_weight, 1e-6, slots, keys, values)
+        run(own, cos, sin, query_weight, key_weight, 1e-6, slots, keys, values, 1e-4 if turns else None)
         results.append((own, keys, values))
     for found, expected in zip(*results, strict=True):
         close(found, expected)
+    alone = [heads.clone(), heads.clone()]
+    for own, run in zip(alone, (kernel.apply, kernel.reference), strict=True):
+        run(own, cos, sin, query_weight, None, 1e-6, None, None, None)
+    close(*alone)
 
 
 @settings(max_examples=12)

@@ -32,7 +32,8 @@ struct Slots {
 
 // A row holds query, key and value heads, one after the other. Queries and keys get their RMSNorm (null weights: none)
 // and are rotated in place by cos and sin [rows, dim / 2] (null: no rotation). Keys and values are copied to `slots`,
-// each block x block size + token. If `whole`, a norm is over all query heads and one over all key heads.
+// each block x block size + token. If `whole`, a norm is over all query heads and one over all key heads. If
+// `norm_values`, values get an RMSNorm without weights. Without KV heads there are neither slots nor pools.
 struct Rotate {
     void *heads;
     const void *cos;
@@ -42,8 +43,8 @@ struct Rotate {
     const int64_t *slots;
     Slots keys, values;
     int64_t rows, query_heads, kv_heads, dim, row_stride, angle_stride, num_blocks, block_size;
-    float eps;
-    int32_t type, pool_type, whole;
+    float eps, value_eps;
+    int32_t type, pool_type, whole, norm_values;
 };
 
 enum Activation : int32_t { SILU, GELU, CLAMPED };
@@ -63,6 +64,11 @@ void norm(const T *x, const T *weight, float scale, int64_t count, T *y) {
     by_vectors(0, count, [&](int64_t i, int64_t left) {
         put(y + i, multiply(multiply(take(x + i, left), all(scale)), take(weight + i, left)), left);
     });
+}
+
+template <typename T>
+void norm(const T *x, float scale, int64_t count, T *y) {
+    by_vectors(0, count, [&](int64_t i, int64_t left) { put(y + i, multiply(take(x + i, left), all(scale)), left); });
 }
 
 template <typename T>
@@ -92,12 +98,16 @@ void add_norm(const AddNorm &job, int64_t row) {
     norm(x, static_cast<const T *>(job.weight), squares.scale(job.columns, job.eps), job.columns, y);
 }
 
-// RMSNorm of one head in place, or of several.
+// RMSNorm of one head in place, or of several; without weights if that is null.
 template <typename T>
 void norm_head(T *head, const T *weight, int64_t dim, float eps) {
     Squares squares;
     by_vectors(0, dim, [&](int64_t i, int64_t left) { squares.add(take(head + i, left)); });
-    norm(head, weight, squares.scale(dim, eps), dim, head);
+    const float scale = squares.scale(dim, eps);
+    if (weight)
+        norm(head, weight, scale, dim, head);
+    else
+        norm(head, scale, dim, head);
 }
 
 // Element i of a head's first half and element i of its second half rotate as a pair (Su et al. 2021).
@@ -131,7 +141,8 @@ void rotate(const Rotate &job, int64_t row) {
     T *head = static_cast<T *>(job.heads) + row * job.row_stride;
     const T *cos = static_cast<const T *>(job.cos), *sin = static_cast<const T *>(job.sin);
     const int64_t angles = row * job.angle_stride, turned = job.query_heads + job.kv_heads;
-    const int64_t block = job.slots[row] / job.block_size, token = job.slots[row] % job.block_size;
+    const int64_t slot = job.kv_heads ? job.slots[row] : 0;
+    const int64_t block = slot / job.block_size, token = slot % job.block_size;
     if (job.whole) {
         const int64_t queries = job.query_heads * job.dim;
         norm_head(head, static_cast<const T *>(job.query_weight), queries, job.eps);
@@ -144,8 +155,10 @@ void rotate(const Rotate &job, int64_t row) {
         const int64_t kv_head = h - job.query_heads;
         if (kv_head >= 0) copy_head(head, place<P>(job.keys, block, token, kv_head), job.dim);
     }
-    for (int64_t h = 0; h < job.kv_heads; h++, head += job.dim)
+    for (int64_t h = 0; h < job.kv_heads; h++, head += job.dim) {
+        if (job.norm_values) norm_head<T>(head, nullptr, job.dim, job.value_eps);
         copy_head(head, place<P>(job.values, block, token, h), job.dim);
+    }
 }
 
 // The smaller of x and limit; NaN for NaN.
@@ -206,7 +219,7 @@ EXPORTED int32_t sagellm_add_norm(const AddNorm *job, int32_t threads) {
 
 // All slots are checked before anything is changed.
 EXPORTED int32_t sagellm_rotate(const Rotate *job, int32_t threads) {
-    for (int64_t row = 0; row < job->rows; row++)
+    for (int64_t row = 0; row < job->rows && job->kv_heads; row++)
         if (job->slots[row] < 0 || job->slots[row] / job->block_size >= job->num_blocks) return BAD_SLOT;
     const int64_t elements = (job->query_heads + 2 * job->kv_heads) * job->dim;
     return by_type(job->type, [&](auto number) {

@@ -35,8 +35,8 @@ _Rotate = structure(
     int64s("value_block_stride", "value_token_stride", "value_head_stride"),
     int64s("rows", "query_heads", "kv_heads", "dim", "row_stride"),
     int64s("angle_stride", "num_blocks", "block_size"),
-    floats("eps"),
-    int32s("type", "pool_type", "whole"),
+    floats("eps", "value_eps"),
+    int32s("type", "pool_type", "whole", "norm_values"),
 )
 
 _Gated = structure(
@@ -78,18 +78,23 @@ class CpuRopeToCache(CpuKernel, RopeToCache):
 
     def _compute(
         self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-        keys: torch.Tensor, values: torch.Tensor,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float,
+        slots: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None,
+        value_eps: float | None = None,
     ) -> None:  # fmt: skip
         rows, num_heads, dim = heads.shape
-        num_blocks, block_size, kv_heads, _ = keys.shape
-        given = [None if t is None else t.data_ptr() for t in (cos, sin, query_weight, key_weight)]
+        given = [None if t is None else t.data_ptr() for t in (cos, sin, query_weight, key_weight, slots)]
+        num_blocks, block_size, kv_heads, pool_type = 0, 1, 0, heads.dtype
+        pools: list[int | None] = [None, 0, 0, 0] * 2
+        if keys is not None and values is not None:
+            num_blocks, block_size, kv_heads, _ = keys.shape
+            pools, pool_type = [keys.data_ptr(), *keys.stride()[:3]], keys.dtype
+            pools += [values.data_ptr(), *values.stride()[:3]]
         job = _Rotate(
-            heads.data_ptr(), *given, slots.data_ptr(), keys.data_ptr(), *keys.stride()[:3],
-            values.data_ptr(), *values.stride()[:3], rows, num_heads - 2 * kv_heads, kv_heads, dim,
+            heads.data_ptr(), *given, *pools, rows, num_heads - 2 * kv_heads, kv_heads, dim,
             heads.stride(0), 0 if cos is None else cos.stride(0), num_blocks, block_size, eps,
-            DTYPE_CODES[heads.dtype], DTYPE_CODES[keys.dtype],
-            query_weight is not None and len(query_weight) > dim,
+            value_eps or 0.0, DTYPE_CODES[heads.dtype], DTYPE_CODES[pool_type],
+            query_weight is not None and len(query_weight) > dim, value_eps is not None,
         )  # fmt: skip
         self._call(
             self.name, self._function, job, heads, cos, sin, query_weight, key_weight, slots, keys, values

@@ -54,6 +54,8 @@ class TritonRopeToCache(TritonKernel, RopeToCache):
 
     def _obstacle(self, *inputs: Any) -> str:
         reason, heads, keys = super()._obstacle(*inputs), inputs[0], inputs[7]
+        if not reason and keys is None:
+            return f"odd heads of {heads.shape[2]}" if heads.shape[2] % 2 else ""
         if not reason and inputs[3] is not None and len(inputs[3]) > heads.shape[2]:
             return "norms over all heads are not one launch"
         if not reason and (heads.shape[2] % 2 or heads.shape[1] == 2 * keys.shape[2]):
@@ -62,11 +64,12 @@ class TritonRopeToCache(TritonKernel, RopeToCache):
 
     def _compute(
         self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-        keys: torch.Tensor, values: torch.Tensor,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float,
+        slots: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None,
+        value_eps: float | None = None,
     ) -> None:  # fmt: skip
         rows, num_heads, dim = heads.shape
-        kv_heads = keys.shape[2]
+        kv_heads, block_size = (0, 1) if keys is None else (keys.shape[2], keys.shape[1])
         if not rows:
             return
 
@@ -74,11 +77,14 @@ class TritonRopeToCache(TritonKernel, RopeToCache):
             return heads if tensor is None else tensor  # some address; it is not read
 
         rope_to_cache_kernel[rows, triton.cdiv(num_heads, HEADS_AT_ONCE)](
-            heads, or_heads(cos), or_heads(sin), or_heads(query_weight), or_heads(key_weight), slots, keys,
-            values, heads.stride(0), 0 if cos is None else cos.stride(0), *keys.stride()[:3],
-            *values.stride()[:3], eps, QUERY_HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim,
-            HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=keys.shape[1], HEADS=HEADS_AT_ONCE,
+            *(or_heads(t) for t in (heads, cos, sin, query_weight, key_weight, slots, keys, values)),
+            heads.stride(0), 0 if cos is None else cos.stride(0),
+            *((0,) * 3 if keys is None else keys.stride()[:3]),
+            *((0,) * 3 if values is None else values.stride()[:3]), eps, value_eps or 0.0,
+            QUERY_HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim,
+            HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size, HEADS=HEADS_AT_ONCE,
             TURNS=cos is not None, NORMS_QUERY=query_weight is not None, NORMS_KEY=key_weight is not None,
+            NORMS_VALUE=value_eps is not None,
         )  # fmt: skip
 
 
@@ -138,10 +144,10 @@ def rope_to_cache_kernel(
     heads: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor,
     slots: tl.tensor, keys: tl.tensor, values: tl.tensor, heads_row: tl.tensor, angle_row: tl.tensor,
     key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor,
-    value_token: tl.tensor, value_head: tl.tensor, eps: tl.tensor,
+    value_token: tl.tensor, value_head: tl.tensor, eps: tl.tensor, value_eps: tl.tensor,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TURNS: tl.constexpr,
-    NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr,
+    NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr, NORMS_VALUE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, HEADS of its heads): two [HEADS, HALF] whose elements rotate pairwise."""
     row = tl.program_id(0).to(tl.int64)
@@ -153,13 +159,17 @@ def rope_to_cache_kernel(
     place = row * heads_row + head[:, None] * DIM + pair[None, :]
     first = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads + place + DIM // 2, mask=inside, other=0.0).to(tl.float32)
-    if NORMS_QUERY or NORMS_KEY:
+    if NORMS_QUERY or NORMS_KEY or NORMS_VALUE:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
         if NORMS_QUERY:
             first, second = _normed(first, second, is_query, scale, query_weight, pair, DIM)
         if NORMS_KEY:
             first, second = _normed(first, second, is_key, scale, key_weight, pair, DIM)
+        if NORMS_VALUE:
+            own = (1.0 / tl.sqrt(squares / DIM + value_eps))[:, None]
+            first = tl.where(is_value[:, None], first * own, first)
+            second = tl.where(is_value[:, None], second * own, second)
     if TURNS:
         angle = row * angle_row + pair
         c = tl.load(cos + angle, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
@@ -168,10 +178,12 @@ def rope_to_cache_kernel(
         second = tl.where(is_value[:, None], second, second * c + first * s)
         first = tl.where(is_value[:, None], first, turned)
     low, high = first.to(heads.dtype.element_ty), second.to(heads.dtype.element_ty)
-    rewritten = inside & (is_query | is_key)[:, None]
+    rewritten = inside & (is_query | is_key | (is_value & NORMS_VALUE))[:, None]
     tl.store(heads + place, low, mask=rewritten)
     tl.store(heads + place + DIM // 2, high, mask=rewritten)
 
+    if KV_HEADS == 0:
+        return
     slot = tl.load(slots + row)
     block, token = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     kept = inside & is_key[:, None]

@@ -111,9 +111,15 @@ def _heads(config: Config, types: Sequence[str]) -> list[tuple[int, int]]:
     full = full_heads or usual[0], config.get("global_head_dim", 512)
     if by_layer is None:
         return [full if kind == FULL else usual for kind in types]
+    unknown = [key for key in by_layer if not key.isdecimal() or int(key) >= len(types)]
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json: per_layer_config of {', '.join(unknown)}; layers are 0 to {len(types) - 1}"
+        )
+    numbered = {int(key): own for key, own in by_layer.items()}  # written "04" where there are ten or more
     found = []
     for i in range(len(types)):
-        own = by_layer.get(str(i), {})
+        own = numbered.get(i, {})
         found.append((own.get("num_key_value_heads") or usual[0], own.get("head_dim") or usual[1]))
     if len(set(zip(types, found, strict=True))) > len(set(types)):
         raise UnsupportedModelError("config.json: per_layer_config differs among layers of one type")
