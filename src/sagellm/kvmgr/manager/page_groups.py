@@ -21,7 +21,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sagellm.core.blocks import NO_PAGE, cdiv
 from sagellm.core.errors import BookkeepingError
@@ -45,13 +45,16 @@ ENDS_PER_PATH = 3
 class PrefixEnd:
     """Where a request's prefix ended: the leading blocks of the last window before it.
 
-    `previous`: the leading block at which the end before it on the same path stands; `num_longer`: how many
-    ends have followed it.
+    Ends are a forest, named by their last leading blocks: `previous` is the one before this on its path,
+    `longer` are those of which this is the previous. `num_ways`: in how many ways requests went on from here.
+    `was_used`: a later request came to this end, or to one behind it.
     """
 
     leads: BlockIds
     previous: int | None
-    num_longer: int = 0
+    num_ways: int = 0
+    longer: dict[int, None] = field(default_factory=dict)
+    was_used: bool = False
 
 
 class WindowPages:
@@ -119,24 +122,37 @@ class WindowPages:
         """Whether a prefix ended with this leading block."""
         return lead in self._ends
 
-    def add_end(self, leads: Sequence[int], previous: int | None) -> int | None:
+    def use_end(self, last: int | None) -> None:
+        """A request comes to this end: its branch is not abandoned."""
+        while last is not None and not self._ends[last].was_used:
+            self._ends[last].was_used = True
+            last = self._ends[last].previous
+
+    def add_end(self, leads: Sequence[int], previous: int | None, *, on_path: bool) -> int | None:
         """A prefix ends with these leading blocks. Its last window is kept, if it is whole.
 
-        `previous` is the end before it on the path. Returns where the new one stands.
+        `previous` is the end before it on the path. `on_path`: other requests' blocks go on from here.
+        Returns where the new one stands.
         """
         last = leads[-1]
+        if last in self._ends:
+            if on_path and last != previous:
+                self.use_end(last)
+            return last
         tail = leads[self.first_needed(len(leads) * self._block_size) :]
-        if self.window is None or last in self._ends or any(lead not in self.attached for lead in tail):
-            return last if last in self._ends else previous
-        self._ends[last] = PrefixEnd(array("i", tail), previous)
+        if self.window is None or any(lead not in self.attached for lead in tail):
+            return previous
+        if previous is not None and previous not in self._ends:  # it was given up meanwhile
+            previous = next(filter(self.has_end, reversed(leads)), None)
+        self._ends[last] = PrefixEnd(array("i", tail), previous, int(on_path))
         for lead in tail:
             self._ends_over[lead] += 1
             if lead in self._behind:
                 del self._behind[lead]
                 self._kept[lead] = None
-        if previous in self._ends:
-            self._ends[previous].num_longer += 1
-        self._forget_old_end(last)
+        if previous is not None:
+            self._link(last, previous, on_path=on_path)
+        self._forget_old_ends(last)
         return last
 
     def evicted(self, leads: Iterable[int]) -> BlockIds:
@@ -174,12 +190,19 @@ class WindowPages:
         for end in self._ends.values():
             end.leads = array("i", map(moved, end.leads))
             end.previous = None if end.previous is None else moved(end.previous)
+            end.longer = dict.fromkeys(map(moved, end.longer))
 
     def check(self, needed: Counter[int], indexed: set[int]) -> None:
         """Raise `BookkeepingError` unless every attached page is in the state that its holders imply."""
         strangers = self.attached.keys() - indexed
         if strangers or not indexed.issuperset(self._ends):
             raise BookkeepingError(f"pages are attached to {sorted(strangers)}, which the index has not")
+        for last, end in self._ends.items():
+            before = None if end.previous is None else self._ends[end.previous]
+            if before is not None and (last not in before.longer or before.was_used < end.was_used):
+                raise BookkeepingError(f"the end at block {last} and the one before it disagree")
+            if any(self._ends[longer].previous != last for longer in end.longer):
+                raise BookkeepingError(f"the end at block {last} and those behind it disagree")
         if self.window is None:
             if self.attached.keys() != indexed:
                 raise BookkeepingError(f"blocks {sorted(indexed - self.attached.keys())} lack pages")
@@ -197,16 +220,54 @@ class WindowPages:
         if self.window is not None and lead in self.attached and lead not in self._needed:
             (self._kept if lead in self._ends_over else self._behind)[lead] = None
 
-    def _forget_old_end(self, last: int) -> None:
-        """Give up the end `ENDS_PER_PATH` before this one. Not if requests went two ways from it."""
+    def _link(self, last: int, previous: int, *, on_path: bool) -> None:
+        """A new end follows `previous`. Ends on the same way that lie behind the new one follow it."""
+        new, end = self._ends[last], self._ends[previous]
+        if not on_path:
+            end.num_ways += 1
+        elif end.num_ways == 1:
+            new.longer, end.longer = end.longer, {}
+            new.was_used = any(self._ends[other].was_used for other in new.longer)
+            for other in new.longer:
+                self._ends[other].previous = last
+        end.longer[last] = None
+
+    def _forget_old_ends(self, last: int) -> None:
+        """Keep `ENDS_PER_PATH` ends before here, as many two-way junctions, and all of more ways.
+
+        With an end go the branches from it to which no request came back.
+        """
+        on_path: set[int] = set()
         found: int | None = last
-        for _ in range(ENDS_PER_PATH):
-            found = self._ends[found].previous if found in self._ends else None
-        if found in self._ends and self._ends[found].num_longer < 2:
-            self._remove_end(found)
+        num_junctions = 0
+        while found is not None:
+            end = self._ends[found]
+            num_junctions += end.num_ways == 2
+            most = ENDS_PER_PATH if end.num_ways == 2 else 0
+            on_path.add(found)
+            if len(on_path) > ENDS_PER_PATH and end.num_ways <= 2 and num_junctions >= most + (most > 0):
+                for other in end.longer.keys() - on_path:
+                    if not self._ends[other].was_used:
+                        self._remove_branch(other)
+                self._remove_end(found)
+            found = end.previous
+
+    def _remove_branch(self, last: int) -> None:
+        branch = [last]
+        for end in branch:
+            branch += self._ends[end].longer
+        for end in reversed(branch):
+            self._remove_end(end)
 
     def _remove_end(self, last: int) -> None:
-        for lead in self._ends.pop(last).leads:
+        end = self._ends.pop(last)
+        for longer in end.longer:
+            self._ends[longer].previous = end.previous
+        if end.previous is not None:
+            before = self._ends[end.previous]
+            del before.longer[last]
+            before.longer |= end.longer
+        for lead in end.leads:
             self._ends_over[lead] -= 1
             if not self._ends_over[lead]:
                 del self._ends_over[lead]
@@ -307,6 +368,7 @@ class PageGroups:
                 for table, page in zip(tables, rule.attached[lead], strict=True):
                     table.append(page)
             end = next(filter(rule.has_end, reversed(leads)), None)
+            rule.use_end(end)
             blocks.pages.append(RequestPages(own, tables, len(leads), first, end))
             rule.need(leads[first:])
         if self.checkpoints is not None:
@@ -384,8 +446,8 @@ class PageGroups:
             self._move(blocks, rule, pages, first_own=max(len(leads), pages.first_own))
             rule.need(leads[max(pages.needed_from, num_before) :])
             if 0 < num_existing < len(leads):  # another request went another way from there
-                pages.end = rule.add_end(leads[:num_existing], pages.end)
-            pages.end = rule.add_end(leads, pages.end)
+                pages.end = rule.add_end(leads[:num_existing], pages.end, on_path=True)
+            pages.end = rule.add_end(leads, pages.end, on_path=num_existing == len(leads))
         self.free_detached(duplicates)
         if self.checkpoints is not None:
             self.checkpoints.registered(blocks)
