@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sagellm.accel.fusion.cpu.library import cache_folder
 from sagellm.cli import doctor
 from sagellm.cli._loading import as_text
 from sagellm.cli._settings import Settings
@@ -136,6 +137,7 @@ def test_the_model_may_be_an_option(cli: Any, model: Path) -> None:
 def test_a_folder_of_the_home_is_found_as_serve_finds_it(
     cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder().parent.parent))  # kernels are built once
     monkeypatch.setenv("HOME", str(model.parent))
     result = cli("doctor", f"~/{model.name}", "--port", "0")
     assert result.exit_code == 0, result.stderr

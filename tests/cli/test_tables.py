@@ -72,8 +72,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SLOW = {"kv_pool", "prefix_cache"}
+"""Tables that take ten seconds each."""
+
+
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(arguments[:3]))
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(each, marks=[pytest.mark.slow] if SLOW & {*each} else []) for each in COMMANDS],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
 def test_no_label_is_cut(cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> None:
     check_tables(cli, monkeypatch, arguments)
 
