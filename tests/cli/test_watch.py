@@ -156,7 +156,8 @@ def test_kv_bytes_of_a_model(tmp_path: Path) -> None:
     config.write_text(json.dumps({**model, "kv_lora_rank": 512, "qk_rope_head_dim": 64}))
     assert kv_bytes_per_token(config) == 32 * 576 * 2
     assert kv_bytes_per_token(DEMO_MODEL / "config.json") > 0
-    for broken in ("[]", "{}", "no json"):
+    gemma4 = json.dumps({**model, "per_layer_config": {"05": {"head_dim": 512}}})
+    for broken in ("[]", "{}", "no json", gemma4):
         config.write_text(broken)
         with pytest.raises(ConfigError, match="give --bytes-per-token"):
             kv_bytes_per_token(config)

@@ -68,6 +68,10 @@ class Servers(OptionGroup):
         return CacheSizes(self.blocks, bytes_per_token)
 
 
+_KV_BY_LAYER = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
+"""Keys of Gemma 4's configurations, whose layers differ in their KV."""
+
+
 def kv_bytes_per_token(config: Path) -> int:
     """Bytes of keys and values of one token, by a Hugging Face configuration."""
     try:
@@ -78,6 +82,9 @@ def kv_bytes_per_token(config: Path) -> int:
         if "kv_lora_rank" in model:  # latent attention: one vector
             width = model["kv_lora_rank"] + model["qk_rope_head_dim"]
             return int(model["num_hidden_layers"] * width * size)
+        own = [key for key in _KV_BY_LAYER if model.get(key)]
+        if own:
+            raise ValueError(f"layers differ by {', '.join(own)}; sagellm doctor -m prints the bytes")
         heads = model["num_attention_heads"]
         head_dim = model.get("head_dim") or model["hidden_size"] // heads
         kv_heads = model.get("num_key_value_heads") or heads
