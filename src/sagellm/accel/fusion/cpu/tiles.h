@@ -18,7 +18,7 @@ namespace tiles {
 constexpr int64_t ROWS = 16, INPUTS = 32, PANEL = 64, HALF = PANEL / 2;
 // Inputs of 32 outputs that stay in L1 while the rows of a chunk meet them.
 constexpr int64_t BLOCK = 256;
-constexpr int64_t AHEAD_BYTES = 8192, LINE = 64;
+constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
 constexpr int64_t STEP = INPUTS * PANEL, TILE = 2 * ROWS;  // numbers of a panel in a step, and in a row of a tile
 constexpr int64_t SUMS_BYTES = PANEL * sizeof(float), WEIGHTS_BYTES = 2 * PANEL * sizeof(BFloat16);
 
