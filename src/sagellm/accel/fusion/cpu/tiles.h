@@ -158,6 +158,12 @@ inline void two(const BFloat16 *x, int64_t stride, int64_t rows, const BFloat16 
 inline void multiply(const BFloat16 *x, int64_t stride, int64_t rows, const BFloat16 *panel, int64_t inputs,
                      float *sums) {
     memory_is_current();
+    if (rows <= 2 * ROWS) {  // so few rows wait for memory: the panel is read once, as it lies, and then from cache
+        for (int64_t row = 0; row < rows; row += ROWS)
+            one(x + row * stride, stride, std::min(ROWS, rows - row), panel, inputs, sums + row * PANEL);
+        _tile_release();
+        return memory_is_current();
+    }
     const int64_t whole = rows % (2 * ROWS) > ROWS ? rows : rows - rows % (2 * ROWS);
     for (int64_t k = 0; k < inputs && whole; k += BLOCK) {
         const int64_t count = std::min(BLOCK, inputs - k);
