@@ -15,6 +15,8 @@ TYPED := $(wildcard src tools tests benchmarks examples)
 FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/contracts tests/test_imports.py tests/test_public_surface.py)
 # Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
 TESTS := not gpu and not slow and not peer
+# As many at a time as there are cores, at most four: each holds a gigabyte.
+WORKERS := -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo serve test check fast mutants format docs clean
 
@@ -28,7 +30,7 @@ serve: $(VENV)/.demo ## serve a model over HTTP; make serve MODEL=folder-or-name
 	$(BIN)/sagellm serve $(MODEL)
 
 test: $(VENV)/.test ## all tests that run on any machine
-	$(BIN)/python -m pytest -m "$(TESTS)" $(ARGS)
+	$(BIN)/python -m pytest -m "$(TESTS)" $(WORKERS) $(ARGS)
 
 fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
 	$(BIN)/ruff check $(CODE)

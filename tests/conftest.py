@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 from sagellm.kvmgr.manager import KVCacheManager
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers: tables would be cut there
+
 settings.register_profile(
     "sagellm",
     max_examples=50,
@@ -68,10 +70,9 @@ def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line that `.ci/run` repeats: how many tests did not run, and why."""
     skipped = terminalreporter.stats.get("skipped", [])
-    deselected = len(terminalreporter.stats.get("deselected", []))
     reasons = Counter(_reason(report) for report in skipped)
     why = "".join(f"; {count} x {reason}" for reason, count in reasons.most_common())
-    terminalreporter.write_line(f"tests skipped: {len(skipped)}{why}; deselected by marker: {deselected}")
+    terminalreporter.write_line(f"tests skipped: {len(skipped)}{why}")
 
 
 def _reason(report: pytest.TestReport) -> str:
