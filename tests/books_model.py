@@ -17,7 +17,16 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import KVGroup, Namespace, Request, RequestStatus, Retention, Tokens
+from sagellm.core.types import (
+    KVGroup,
+    Namespace,
+    Request,
+    RequestStatus,
+    Retention,
+    Tokens,
+    Window,
+    first_seen,
+)
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 
@@ -47,7 +56,7 @@ class Books:
         *,
         quotas: bool = False,
         window: int | None = None,
-        windows: tuple[int | None, ...] = (),
+        windows: tuple[Window | None, ...] = (),
         early: bool = False,
         state_pages: int = 0,
     ) -> None:
@@ -173,8 +182,7 @@ class Books:
                 assert self.cells[page] == [self.content(state, chunk.start - 1)] * BLOCK, "wrong state"
         for group, window in enumerate(self.windows):
             blocks = table[group :: len(self.windows)]
-            first = 0 if window is None else max(0, chunk.start - window + 1)
-            for position in range(first, chunk.start):
+            for position in range(first_seen(window, chunk.start), chunk.start):
                 assert blocks[position // BLOCK] != NO_PAGE
                 found = self.cells[blocks[position // BLOCK]][position % BLOCK]
                 assert found == self.content(state, position), f"{state.request_id}: wrong KV at {position}"

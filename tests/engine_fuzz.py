@@ -24,7 +24,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.registry import registry
-from sagellm.core.types import SLO, FinishReason, Namespace, Request, Tokens
+from sagellm.core.types import SLO, AttentionChunk, FinishReason, Namespace, Request, Tokens, Window
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -35,7 +35,16 @@ from tests.builders import PreemptAtRandom, RandomProposer, check_books, expecte
 
 TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
 MAX_STEPS = 20_000
-WINDOWS = [(None, 5), (None, 12, 12), (None, None, 7), (None, 1), (None, 3, 3, 20), (None, None)]
+WINDOWS = [
+    (None, 5),
+    (None, 12, 12),
+    (None, None, 7),
+    (None, 1),
+    (None, 3, 3, 20),
+    (None, None),
+    (None, AttentionChunk(8), 5),
+    (None, AttentionChunk(4)),
+]
 """Windows of the KV groups."""
 
 
@@ -60,7 +69,7 @@ class Case:
     tenant_shares: dict[str, dict[str, float]]
     class_shares: dict[str, dict[str, float]]
     sharing_groups: dict[str, list[str]]
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[Window | None, ...] = (None,)
     num_proposed: int = 0
     state_pages: int = 0
     checkpoint_interval: int = 16

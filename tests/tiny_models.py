@@ -32,6 +32,10 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -157,6 +161,30 @@ def _qwen3_5_moe_with_images() -> PreTrainedModel:
 
 def _llama(**changes: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**(_SHAPE | changes)))
+
+
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 4,
+    "attention_chunk_size": 32,
+    "floor_scale": 24,
+    "attn_scale": 0.4,
+    "no_rope_layer_interval": 3,
+}
+
+
+def _llama4(**changes: Any) -> PreTrainedModel:
+    return Llama4ForCausalLM(Llama4TextConfig(**(_SHAPE | _LLAMA4 | changes)))
+
+
+def _llama4_with_images() -> PreTrainedModel:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "projector_input_dim": 16}
+    vision |= {"projector_output_dim": 16, "vision_output_dim": 16}
+    text = _SHAPE | _LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False}
+    return Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
 
 
 def _rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> PreTrainedModel:
@@ -314,6 +342,16 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "rope-yarn-attention": lambda: _rope(
         "yarn", max_positions=96, factor=2.0, original_max_position_embeddings=48, attention_factor=0.8
     ),
+    "llama4": _llama4,
+    "llama4-dense-first": lambda: _llama4(
+        interleave_moe_layer_step=2, use_qk_norm=False, attn_temperature_tuning=False, attention_bias=True,
+        num_experts_per_tok=2, tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama4-text-part": _llama4_with_images,
     "mistral-window": lambda: _mistral(sliding_window=17),
     "mistral-full": lambda: _mistral(sliding_window=None, head_dim=32),
     "qwen2": _qwen2,

@@ -182,6 +182,15 @@ def test_groups_of_layers_and_their_padding_are_told(cli: Any, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("model")
+def test_layers_with_chunks_are_told(cli: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama4-dense-first")
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    told = cli("doctor", "-m", str(tmp_path), "--port", "0")
+    assert told.exit_code == 0
+    assert "KV groups of 2 layers: 1 whole, 2 with chunks of 32 tokens" in told.stdout
+
+
+@pytest.mark.usefixtures("model")
 def test_a_quantized_checkpoint_is_told_by_what_it_means(cli: Any, tmp_path: Path) -> None:
     _save_pair(tmp_path)
     plain, quantized = (cli("doctor", str(tmp_path / one), "--port", "0") for one in ("plain", "quantized"))

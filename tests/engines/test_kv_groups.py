@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.types import NO_ACCOUNT, KVGroup, Namespace
+from sagellm.core.types import NO_ACCOUNT, AttentionChunk, KVGroup, Namespace, Window
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -20,10 +20,11 @@ from tests.builders import check_books, expected_tokens, fake_engine, request, r
 
 BLOCK = 4
 FIVE_TO_ONE = (None, *[12] * 5)
+CHUNKS = (None, *[AttentionChunk(16)] * 3, 5)
 
 
 def engine_with(
-    windows: tuple[int | None, ...], num_blocks: int = 64, *, max_model_len: int = 512, **options: object
+    windows: tuple[Window | None, ...], num_blocks: int = 64, *, max_model_len: int = 512, **options: object
 ) -> Engine:
     backend = TokenMemoryBackend(
         num_blocks * len(windows), BLOCK, max_model_len=max_model_len, windows=windows, vocab_size=997
@@ -55,9 +56,9 @@ def conversation(num_turns: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(997) for _ in range(draw.randrange(9, 40))] for _ in range(num_turns)]
 
 
-@pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 7, 30), (None, None, 5), (None, 1)])
+@pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 7, 30), (None, None, 5), (None, 1), CHUNKS])
 def test_a_prompt_that_extends_a_cached_prefix_reuses_what_a_whole_cache_would(
-    windows: tuple[int | None, ...],
+    windows: tuple[Window | None, ...],
 ) -> None:
     whole, split = engine_with((None,), 128), engine_with(windows, 128)
     tokens: list[int] = []
@@ -69,8 +70,8 @@ def test_a_prompt_that_extends_a_cached_prefix_reuses_what_a_whole_cache_would(
         tokens += found[0][1]
 
 
-@pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 30)])
-def test_an_edited_last_turn_loses_one_block_at_most(windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 30), CHUNKS])
+def test_an_edited_last_turn_loses_one_block_at_most(windows: tuple[Window | None, ...]) -> None:
     whole, split = engine_with((None,), 128), engine_with(windows, 128)
     tokens: list[int] = []
     for turn, added in enumerate(conversation(6, seed=1)):
@@ -111,6 +112,17 @@ def test_golden_an_evicted_windowed_prefix_comes_back() -> None:
     order = [0, 1, 0, 2, 0, 3, 1, 1, 2, 0, 3, 3]
     found = [serve(engine, f"r{i}", prompts[number], 3)[0] for i, number in enumerate(order)]
     assert found == [0, 0, 60, 0, 60, 0, 0, 60, 0, 0, 0, 60]
+
+
+def test_golden_prefixes_that_end_with_a_chunk_need_no_page_of_it() -> None:
+    """Cached tokens of prompts that leave a cached one of 61 tokens, whose other pages have gone."""
+    windows = (None, AttentionChunk(16), AttentionChunk(16))
+    for shared, expected in ((61, 60), (48, 48), (47, 32), (32, 32), (20, 16), (15, 0)):
+        engine, draw = engine_with(windows, num_blocks=20), random.Random(3)
+        prompt = [draw.randrange(997) for _ in range(61)]
+        serve(engine, "first", prompt)
+        engine.kv.allocator.make_room(60 - 15 - 2 * 3, NO_ACCOUNT)  # all but leads and the last chunk's
+        assert serve(engine, "second", [*prompt[:shared], *[1] * 5])[0] == expected
 
 
 def test_blocks_behind_a_window_go_before_any_cached_prefix() -> None:
@@ -217,7 +229,7 @@ def test_a_wrong_count_is_found() -> None:
 
 @pytest.mark.parametrize("windows", [FIVE_TO_ONE, (None, 8)])
 def test_an_end_from_which_two_went_is_kept_though_the_second_found_its_window(
-    windows: tuple[int | None, ...],
+    windows: tuple[Window | None, ...],
 ) -> None:
     engine, shared = engine_with(windows), list(range(100))
     serve(engine, "a", [*shared, *[500] * 30])

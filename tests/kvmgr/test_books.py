@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from sagellm.core.registry import registry
+from sagellm.core.types import AttentionChunk
 from tests.books_model import CLASSES, TENANTS, Books, InjectedError
 from tests.effort import examples
 
@@ -28,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "groups": {"windows": (None, 5, 5, 3)},
     "buddy and groups": {"windows": (None, None, 7), "pool": "buddy"},
+    "chunks": {"windows": (None, AttentionChunk(4), AttentionChunk(6))},
     "states": {"state_pages": 3, "num_blocks": 40},
     "buddy, groups and states": {"windows": (None, 5), "state_pages": 2, "pool": "buddy"},
     "roomy": {"num_blocks": 200},

@@ -23,6 +23,7 @@ from sagellm.cli._settings import ServerSettings
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
+from sagellm.core.types import AttentionChunk, width
 from sagellm.engines.native import DEMO_MODEL
 
 if TYPE_CHECKING:
@@ -173,10 +174,12 @@ def _kv_groups(size: Footprint) -> Iterator[str]:
     layers = " to ".join(map(str, [counts[0], counts[-1]][: len(counts)]))
     whole = [group for group in size.kv_groups if group.window is None]
     each = size.kv_bytes_per_token // len(size.kv_groups)
-    windows = sorted({group.window for group in size.kv_groups if group.window is not None})
+    others = [group.window for group in size.kv_groups if group.window is not None]
+    chunked = any(isinstance(window, AttentionChunk) for window in others)
+    sizes = ", ".join(map(str, sorted(set(map(width, others)))))
     yield (
         f"KV groups of {layers} layers: {len(whole)} whole, "
-        f"{len(size.kv_groups) - len(whole)} with windows of {', '.join(map(str, windows))} tokens; "
+        f"{len(others)} with {'chunks' if chunked else 'windows'} of {sizes} tokens; "
         f"behind those a token takes {each * len(whole)} bytes; "
         f"padding: {size.kv_padding_per_token} of {size.kv_bytes_per_token} bytes per token"
     )

@@ -429,12 +429,38 @@ class RequestOutput(NamedTuple):
     evicted: PromptSpan | None = None
 
 
+class AttentionChunk(NamedTuple):
+    """A token sees those before it in its chunk of the sequence.
+
+    Chunks have `size` tokens.
+    """
+
+    size: int
+
+
+Window = int | AttentionChunk
+"""Which tokens a layer sees: so many latest ones, the newest included, or those of a chunk."""
+
+
+def first_seen(window: Window | None, position: int) -> int:
+    """The first position that the token at `position` sees."""
+    if window is None:
+        return 0
+    if isinstance(window, AttentionChunk):
+        return position - position % window.size
+    return max(0, position + 1 - window)
+
+
+def width(window: Window) -> int:
+    """The most tokens that are seen at once."""
+    return window.size if isinstance(window, AttentionChunk) else window
+
+
 class KVGroup(NamedTuple):
-    """Layers whose KV has a block table of its own. `window`: a token sees that many latest tokens, itself
-    included; None: all."""
+    """Layers whose KV has a block table of its own. `window`: what a token sees; None: all before it."""
 
     layers: tuple[int, ...]
-    window: int | None = None
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from sagellm.core.protocols.fusion import Scores
+from sagellm.core.types import Window, first_seen
 from sagellm.engines.native.attention import Span
 from sagellm.engines.native.kv_cache import PagedKV
 
 
 def attention_reference(
-    spans: Sequence[Span], kv: PagedKV, layer: int, query: torch.Tensor, window: int | None,
+    spans: Sequence[Span], kv: PagedKV, layer: int, query: torch.Tensor, window: Window | None,
     scores: Scores | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Token by token: causal, windowed, grouped-query attention."""
@@ -20,7 +21,7 @@ def attention_reference(
     for span in spans:
         for i in range(span.num_tokens):
             position = span.start + i
-            first = max(0, position + 1 - window) if window else 0
+            first = first_seen(window, position)
             slots = [
                 span.block_ids[p // kv.block_size] * kv.block_size + p % kv.block_size
                 for p in range(first, position + 1)

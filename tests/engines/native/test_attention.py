@@ -16,6 +16,7 @@ from transformers.models.granite import modeling_granite as granite
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import Scores
+from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native import attention
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend, group_rows
 from sagellm.engines.native.kv_cache import PagedKV
@@ -57,7 +58,7 @@ def new_rows(spans: list[Span], pool: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, *, consecutive: bool,
+    decode: list[int], prefill: list[tuple[int, int]], window: Window | None, seed: int, *, consecutive: bool,
     scores: Scores | None = None,
 ) -> None:  # fmt: skip
     first, second, kv, query = scene(decode, prefill, seed=seed, consecutive=consecutive)
@@ -74,14 +75,14 @@ def check(
 @given(
     decode=st.lists(st.integers(0, 40), max_size=6),
     prefill=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 25)), max_size=3),
-    window=st.none() | st.integers(1, 40),
+    window=st.none() | st.integers(1, 40) | st.builds(AttentionChunk, st.sampled_from([4, 8, 12, 20])),
     seed=st.integers(0, 99),
     consecutive=st.booleans(),
     scores=st.none() | st.builds(Scores, st.floats(0.05, 1.5), st.none() | st.floats(0.5, 60)),
     with_sinks=st.booleans(),
 )
 def test_agrees_with_its_slow_twin(
-    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, consecutive: bool,
+    decode: list[int], prefill: list[tuple[int, int]], window: Window | None, seed: int, consecutive: bool,
     scores: Scores | None, with_sinks: bool,
 ) -> None:  # fmt: skip
     if scores is not None and with_sinks:
@@ -112,8 +113,8 @@ def test_scores_are_those_of_transformers(scale: float) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 3, 9, 33])
-def test_tiles_agree_with_the_slow_twin(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 3, 9, 33, AttentionChunk(4), AttentionChunk(24)])
+def test_tiles_agree_with_the_slow_twin(window: Window | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "QUERY_TILE", 8)
     check([50, 3], [(0, 37), (21, 30), (5, 8), (16, 1)], window, 0, consecutive=False)
 

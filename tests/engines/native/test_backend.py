@@ -251,6 +251,12 @@ def test_options_that_make_no_sense(folder: Path, option: dict[str, object], wor
         NativeBackend(folder, threads=1, **option)  # type: ignore[arg-type]
 
 
+def test_a_block_lies_in_one_chunk_of_attention(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama4-text-part")
+    with pytest.raises(ConfigError, match=r"block_size 12 does not divide .* 32 tokens .*; 16 does"):
+        NativeBackend(tmp_path, device="cpu", num_blocks=8, threads=1, block_size=12)
+
+
 def test_half_precision_is_computed_in_float32_where_that_is_faster(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from sagellm.core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.types import AttentionChunk
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.experts import ExpertSpec
-from sagellm.engines.native.layer_spec import LayerInputSpec
+from sagellm.engines.native.layer_spec import LayerInputSpec, TemperatureSpec
 from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.model_spec import ModelSpec
 from tests.tiny_models import save_tiny
@@ -102,6 +104,39 @@ def test_gemma() -> None:
     assert three.windows == (4096, None) * 2
     assert thetas(three) == [1e4, 1e6] * 2
     assert [rope and rope.factor for rope in three.ropes] == [1.0, 8.0] * 2
+
+
+def test_llama4() -> None:
+    """A layer without RoPE sees all; experts in each layer, or in each so many."""
+    spec = read_spec(of("Llama4", no_rope_layers=[], num_key_value_heads=2))
+    assert spec.windows == (AttentionChunk(8192),) * 3 + (None,)
+    assert thetas(spec) == [5e5, 5e5, 5e5, None]
+    assert spec.ropes[0] is not None
+    assert spec.ropes[0].interleaved
+    assert (spec.intermediate_size, spec.qk_norm) == (16_384, "plain")
+    assert spec.temperature == TemperatureSpec(8192, 0.1)
+    experts = spec.experts
+    assert experts is not None
+    assert (experts.layers, experts.width, experts.shared_width) == ((True,) * 4, 96, 96)
+    other = of(
+        "Llama4", num_key_value_heads=2, interleave_moe_layer_step=2, attn_temperature_tuning=0,
+        use_qk_norm=False, layer_types=["chunked_attention", "full_attention"] * 2, attention_chunk_size=64,
+    )  # fmt: skip
+    spec = read_spec(other)
+    assert spec.windows == (AttentionChunk(64), None) * 2
+    assert spec.experts is not None
+    assert spec.experts.layers == (False, True) * 2
+    assert (spec.temperature, spec.qk_norm) == (None, "")
+    assert read_spec(of("Llama4", moe_layers=[], num_key_value_heads=4)).experts is None
+
+
+def test_queries_are_scaled_from_the_first_length_on() -> None:
+    warm = TemperatureSpec(8, 0.5)
+    assert warm.of(torch.arange(7), 6, torch.float32) is None
+    found = warm.of(torch.tensor([0, 6, 7, 14, 15, 99]), 99, torch.float64)
+    assert found is not None
+    expected = [1.0, 1.0, *(1 + 0.5 * math.log1p(n) for n in (1, 1, 2, 12))]
+    assert found.flatten().tolist() == pytest.approx(expected)
 
 
 def test_gemma4() -> None:
@@ -203,6 +238,10 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
         (of("Phi3", partial_rotary_factor=1.2), "partial_rotary_factor.*at most 1"),
         (of("Phi3", partial_rotary_factor=0.2), "even head_dim.*3 of 16"),
         (of("SmolLM3", no_rope_layers=[1]), "1 no_rope_layers for 4 layers"),
+        (of("Llama4", no_rope_layers=[1]), "1 no_rope_layers for 4 layers"),
+        (of("Llama4", layer_types=["sliding_attention"] * 4), "sliding_attention.*chunked_attention"),
+        (of("Llama4", moe_layers=[1, 4]), r"moe_layers \[4\]; layers are 0 to 3"),
+        (of("Llama4", num_local_experts=2, num_experts_per_tok=3), "3 of 2 experts per token"),
         (of("Glm", head_dim=30), "even head_dim"),
         (of("Granite", residual_multiplier=0.0), "residual_multiplier must be positive"),
         (of("Granite", logits_scaling=-2.0), "logit_scale must be positive"),
@@ -249,6 +288,8 @@ def test_refusals(config: dict[str, Any], words: str) -> None:
         {"text_config": {"hidden_size": "2560"}},
         {"query_pre_attn_scalar": -1},
         {"no_rope_layers": 3},
+        {"attention_chunk_size": 0},
+        {"floor_scale": 0},
         {"residual_multiplier": 0},
         {"per_layer_config": {"3": {"sliding_window": 7}}},
         {"num_kv_shared_layers": -1},

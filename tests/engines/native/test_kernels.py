@@ -24,6 +24,7 @@ from tests.tiny_models import VOCAB, save_tiny
 MODELS = (
     "llama-head80-tied",
     "llama-biases",
+    "llama4-dense-first",
     "mistral-window",
     "qwen3",
     "opt-post-norm-projected",

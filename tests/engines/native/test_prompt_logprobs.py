@@ -77,6 +77,7 @@ def ask(busy: Engine, name: str, tokens: Sequence[int], max_tokens: int = 2, top
     busy.add(Request(name, Tokens(tokens), params))
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values")  # of the part for images
 @pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - RECURRENT))
 def test_they_are_those_of_transformers(name: str) -> None:
     """In chunks, in a batch with requests that ask for none, and with the prompt in the cache."""

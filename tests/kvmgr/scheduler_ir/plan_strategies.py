@@ -23,7 +23,7 @@ from sagellm.core.plan import (
     StepResult,
     Transfer,
 )
-from sagellm.core.types import Request, SamplingParams, Tokens
+from sagellm.core.types import AttentionChunk, Request, SamplingParams, Tokens, Window
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
@@ -115,8 +115,10 @@ class Executed:
 class PlanKeeper(TokenMemoryBackend):
     """Keeps what it executes; fails at random, in a share of the steps."""
 
-    def __init__(self, random: Random, failing_share: float, windows: tuple[int | None, ...]) -> None:
-        super().__init__(24 * len(windows), 4, sliding_window=windows[0], windows=windows)
+    def __init__(self, random: Random, failing_share: float, windows: tuple[Window | None, ...]) -> None:
+        leading = windows[0]
+        assert not isinstance(leading, AttentionChunk)
+        super().__init__(24 * len(windows), 4, sliding_window=leading, windows=windows)
         self.rows = Rows()
         self.executed: list[Executed] = []
         self._random, self._failing_share = random, failing_share
@@ -133,7 +135,7 @@ class PlanKeeper(TokenMemoryBackend):
 def run_engine(
     seed: int,
     *,
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[Window | None, ...] = (None,),
     failing_share: float = 0.0,
     num_proposed: int = 0,
 ) -> list[Executed]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chain, ExecutionPlan
+from sagellm.core.types import AttentionChunk, Window
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 from sagellm.kvmgr.scheduler_ir.text import parse_graph
@@ -118,10 +119,11 @@ def test_any_plan_is_judged(one: ExecutionPlan, other: ExecutionPlan, lengths: d
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_proposed", [0, 6])
 @pytest.mark.parametrize(
-    ("windows", "failing_share"), [((None,), 0.0), ((6,), 0.0), ((None,), 0.05), ((None, 6, 6), 0.0)]
+    ("windows", "failing_share"),
+    [((None,), 0.0), ((6,), 0.0), ((None,), 0.05), ((None, 6, 6), 0.0), ((None, AttentionChunk(8)), 0.0)],
 )
 def test_every_plan_of_an_engine_is_right(
-    seed: int, num_proposed: int, windows: tuple[int | None, ...], failing_share: float
+    seed: int, num_proposed: int, windows: tuple[Window | None, ...], failing_share: float
 ) -> None:
     executed = run_engine(seed, windows=windows, failing_share=failing_share, num_proposed=num_proposed)
     assert any(one.plan.chains for one in executed) == bool(num_proposed)

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
-from sagellm.engines.native.families import deepseek, gemma, gemma4, glm, llama, mixture, olmo, opt, recurrent
+from sagellm.engines.native.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    llama,
+    llama4,
+    mixture,
+    olmo,
+    opt,
+    recurrent,
+)
 from sagellm.engines.native.families.values import Config
 from sagellm.engines.native.folder_files import ConfigJson, checked, read_object
 from sagellm.engines.native.model_spec import ModelSpec
@@ -66,6 +77,8 @@ def _architecture_of_type(config: Config) -> str:
 
 _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "LlamaForCausalLM": llama.llama,
+    "Llama4ForCausalLM": llama4.llama4,
+    "Llama4ForConditionalGeneration": llama4.llama4_text_part,
     "MistralForCausalLM": llama.mistral,
     "Qwen2ForCausalLM": llama.qwen2,
     "Qwen3ForCausalLM": llama.qwen3,

@@ -18,7 +18,7 @@ context once more. It takes chunks where a measurement at start shows that it is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, Scores
+from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.measure import cpu_s, cuda_s, torch_threads
 from sagellm.engines.native.memory import to_device
@@ -57,6 +58,19 @@ class Span:
     @property
     def rows(self) -> slice:
         return slice(self.first_row, self.first_row + self.num_tokens)
+
+    def in_chunks(self, size: int, block_size: int) -> Iterator[Span]:
+        """Its tokens by chunks of the sequence, each a sequence of its own.
+
+        A block table begins with the chunk.
+        """
+        at = self.start
+        while at < self.end:
+            first = at - at % size
+            stop = min(self.end, first + size)
+            blocks = self.block_ids[first // block_size : cdiv(stop, block_size)]
+            yield Span(self.first_row + at - self.start, stop - at, at - first, blocks)
+            at = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +206,15 @@ class AttentionPlanner:
         return self.kernel is not None and self._chunks
 
     def plan(
-        self, decode: Sequence[Span], chains: Sequence[Span], prefill: Sequence[Span], window: int | None
+        self, decode: Sequence[Span], chains: Sequence[Span], prefill: Sequence[Span], window: Window | None
     ) -> AttentionPlan:
         """Plan `decode` spans, one token each and longest first, then `chains`, then `prefill` spans.
 
         A kernel takes chains by rule, as decode rows: they are short, and their context is long.
         """
+        if isinstance(window, AttentionChunk):
+            cut = partial(self._in_chunks, window.size)
+            return self.plan(cut(decode), cut(chains), cut(prefill), None)
         call, num_absorbed = None, None
         expanded: tuple[PrefillPlan, ...] = ()
         if self._expands is not None and prefill:
@@ -214,6 +231,9 @@ class AttentionPlanner:
         )
         chunks = tuple(self._threaded(self._chunk(span, window)) for span in (*chains, *prefill))
         return AttentionPlan(call, groups, chunks, expanded, num_absorbed)
+
+    def _in_chunks(self, size: int, spans: Sequence[Span]) -> list[Span]:
+        return [part for span in spans for part in span.in_chunks(size, self._block_size)]
 
     def _expanded(self, span: Span) -> PrefillPlan:
         if not self.all_by_kernel:
@@ -315,17 +335,17 @@ def _kernel_call(
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut rows, whose lengths fall, into `[start, stop)` groups padded to their first row. A group reads at
-    most `max_tokens` (a longer row stands alone), and each row has at least 3/4 of the first's length.
+    """Cut rows into `[start, stop)` groups, padded to their longest row. A group reads at most `max_tokens`
+    (a longer row stands alone), and each row has at least 3/4 of the longest one's length.
     """
     groups: list[tuple[int, int]] = []
-    start = 0
-    for i in range(1, len(lengths) + 1):
-        longest = lengths[start]
-        if i == len(lengths) or (i + 1 - start) * longest > max_tokens or lengths[i] < _MIN_FILL * longest:
+    start, shortest, longest = 0, *[next(iter(lengths), 0)] * 2
+    for i, length in enumerate(lengths):
+        shortest, longest = min(shortest, length), max(longest, length)
+        if i > start and ((i + 1 - start) * longest > max_tokens or shortest < _MIN_FILL * longest):
             groups.append((start, i))
-            start = i
-    return groups
+            start, shortest, longest = i, length, length
+    return [*groups, (start, len(lengths))] if lengths else []
 
 
 def attend(

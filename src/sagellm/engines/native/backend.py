@@ -26,6 +26,7 @@ from sagellm.core.types import (
     SamplingParams,
     TokenLogprob,
     Tokens,
+    width,
 )
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
@@ -35,7 +36,7 @@ from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
-from sagellm.engines.native.options import check_counts, dtype_name
+from sagellm.engines.native.options import check_chunks, check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, state_bytes
 from sagellm.engines.native.rows import BatchRows
@@ -117,6 +118,7 @@ class NativeBackend:
         source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
+        check_chunks(spec.kv_windows, block_size)
         num_weights = num_parameters(source.plan)
         threads = threads or suitable_threads(num_weights)
         self._torch_threads = torch.get_num_threads()
@@ -247,7 +249,7 @@ class NativeBackend:
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_page,
             features=FEATURES - (NOT_RECURRENT if self._kv.states else set()),
-            sliding_window=max(windows) if all_windowed else None,
+            sliding_window=max(map(width, windows)) if all_windowed else None,
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,

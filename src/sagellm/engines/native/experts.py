@@ -24,8 +24,9 @@ class ExpertSpec:
     is the sum of its `group_best` best (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They
     are multiplied by `scale`. One more MLP, of `shared_width`, computes all tokens; 0 for none. With
     `shared_gate` its output is multiplied by the sigmoid of one number per token.
-    `stacked`: a tensor of the checkpoint has all experts of a layer, whose outputs are its "rows", or its
-    "columns", where gate and up alternate (gpt-oss). With `has_bias` router and experts have biases.
+    `stacked`: a tensor of the checkpoint has all experts of a layer, whose outputs are its "rows" or its
+    "columns"; with `alternates` gate and up alternate (gpt-oss). With `has_bias` router and experts have
+    biases. With `weighs_input` a weight multiplies an expert's input, not its output (Llama 4).
     `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha` times itself, and by the
     clamped up plus 1.
     """
@@ -44,6 +45,8 @@ class ExpertSpec:
     shared_width: int = 0
     shared_gate: bool = False
     stacked: str = ""
+    alternates: bool = False
+    weighs_input: bool = False
     has_bias: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
@@ -91,6 +94,13 @@ def route(
     counts += sizes
     starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     return Routes(order // spec.per_token, starts, places.view(chosen.shape), weights * spec.scale)
+
+
+def row_weights(routes: Routes) -> tuple[torch.Tensor, Routes]:
+    """Weights [rows, 1] of experts' inputs, and routes without weights."""
+    weights = torch.empty_like(routes.weights).flatten()
+    weights[routes.places.flatten()] = routes.weights.flatten()
+    return weights[:, None], replace(routes, weights=torch.ones_like(routes.weights))
 
 
 def scaled(routes: Routes, expert_scale: torch.Tensor) -> Routes:

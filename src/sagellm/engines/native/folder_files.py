@@ -82,6 +82,14 @@ class ConfigJson(_StrictModel):
     num_local_experts: Annotated[int, Field(ge=0)] | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
+    intermediate_size_mlp: Size | None = None
+    moe_layers: list[int] | None = None
+    interleave_moe_layer_step: Size | None = None
+    attention_chunk_size: Size | None = None
+    use_qk_norm: bool | None = None
+    attn_temperature_tuning: bool | int | None = None
+    floor_scale: Positive | None = None
+    attn_scale: Annotated[float, Field(ge=0)] | None = None
     decoder_sparse_step: Size | None = None
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool | None = None

@@ -20,7 +20,7 @@ import torch
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
-from sagellm.core.types import KVGroup
+from sagellm.core.types import KVGroup, Window, width
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.memory import lazy_zeros
 from sagellm.engines.native.recurrent.states import RecurrentStates
@@ -28,13 +28,15 @@ from sagellm.engines.native.recurrent.states import RecurrentStates
 LAYOUT = "layer.kv.block.token.head.dim"
 
 
-LayerKind = tuple[int, int | None]
+LayerKind = tuple[int, Window | None]
 """The KV group of a layer, and its window."""
 MAX_GROUPS = 8
 _CONTEXT_WINDOWS = 8
 
 
-def deal_layers(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]] = ()) -> tuple[KVGroup, ...]:
+def deal_layers(
+    windows: Sequence[Window | None], shapes: Sequence[tuple[int, int]] = ()
+) -> tuple[KVGroup, ...]:
     """KV groups of layers with these windows; none where all windows are the same.
 
     `shapes` are KV heads and head dim of each layer, where they differ. All groups have as many columns, each
@@ -43,12 +45,12 @@ def deal_layers(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]
     `MAX_GROUPS` groups. The layers that see furthest lead: their KV is kept whole.
     """
     sizes = [num_heads * head_dim for num_heads, head_dim in shapes] or [1] * len(windows)
-    kinds: dict[tuple[int | None, int], list[int]] = {}
+    kinds: dict[tuple[Window | None, int], list[int]] = {}
     for layer, kind in enumerate(zip(windows, sizes, strict=True)):
         kinds.setdefault(kind, []).append(layer)
     if len(set(windows)) == 1:
         return ()
-    widest, largest = max(windows, key=lambda window: window or MAX_POSITIONS), max(sizes)
+    widest, largest = max(windows, key=_reach), max(sizes)
 
     def cost(columns: int) -> tuple[int, int]:
         counts = {kind: cdiv(len(kinds[kind]), columns * (largest // kind[1])) for kind in kinds}
@@ -59,7 +61,7 @@ def deal_layers(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]
 
     columns = min(range(1, len(windows) + 1), key=cost)
     groups: list[KVGroup] = []
-    for window, size in sorted(kinds, key=lambda kind: -(kind[0] or MAX_POSITIONS)):
+    for window, size in sorted(kinds, key=lambda kind: -_reach(kind[0])):
         layers, most = kinds[window, size], columns * (largest // size)
         for first in range(0, len(layers), most):
             own = tuple(layers[first : first + most])
@@ -67,7 +69,11 @@ def deal_layers(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]
     return tuple(groups)
 
 
-def layer_kinds(windows: Sequence[int | None], groups: Sequence[KVGroup]) -> list[LayerKind]:
+def _reach(window: Window | None) -> int:
+    return MAX_POSITIONS if window is None else width(window)
+
+
+def layer_kinds(windows: Sequence[Window | None], groups: Sequence[KVGroup]) -> list[LayerKind]:
     """The kind of each layer."""
     group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
     return [(group_of.get(layer, 0), window) for layer, window in enumerate(windows)]

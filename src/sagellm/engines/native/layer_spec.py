@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sagellm.core.errors import UnsupportedModelError
 
 
@@ -29,6 +31,25 @@ class LayerShape:
     def kv_size(self) -> int:
         """Numbers of a token's keys."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries grow with their positions in layers without RoPE.
+
+    At position p they are multiplied by 1 + `factor` log(1 + floor((p + 1) / `length`)).
+    Llama 4, after Nakanishi 2025, "Scalable-Softmax" (arXiv:2501.19399).
+    """
+
+    length: int
+    factor: float
+
+    def of(self, positions: torch.Tensor, max_position: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The factors [T, 1, 1] at `positions` [T]; None where all are 1."""
+        if max_position + 1 < self.length:
+            return None
+        steps = torch.floor((positions.to(torch.float32) + 1) / self.length)
+        return (torch.log1p(steps) * self.factor + 1).to(dtype)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import clamped_swiglu, combine, route, scaled
+from sagellm.engines.native.experts import clamped_swiglu, combine, route, row_weights, scaled
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.layer_inputs import LayerInput, LayerInputs
@@ -259,6 +259,10 @@ class DecoderModel:
         stream: Stream = self._embedded(step), None, None
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
         inputs = None if self._inputs is None else self._inputs.of(step.tokens, stream[0])
+        temperature = self.spec.temperature
+        factors: torch.Tensor | None = None
+        if temperature is not None:
+            factors = temperature.of(step.positions, step.max_position, self._dtype)
         last, fresh = len(self._layers) - 1, Fresh()
         for i, layer in enumerate(self._layers):
             seen = self._sublayer_input(stream, layer.attn_norm)
@@ -268,7 +272,8 @@ class DecoderModel:
                 mixed = layer.mixer(seen, step.recurrent, kv.states.of(i))
             else:
                 turns = [*angles, None][layer.mixer.rope]
-                mixed = self._attention(layer.mixer, seen, step, kv, turns, fresh)
+                own_factors = factors if turns is None else None
+                mixed = self._attention(layer.mixer, seen, step, kv, turns, fresh, own_factors)
             stream = self._sublayer_output(stream[0], mixed, layer.attn_norm, layer.attn_out_norm)
             if i == last and step.sampled is not None:
                 x, delta, weight = stream
@@ -306,9 +311,12 @@ class DecoderModel:
 
     def _attention(
         self, own: Attention, x: torch.Tensor, step: StepInputs, kv: PagedKV, angles: Angles | None,
-        fresh: Fresh,
+        fresh: Fresh, factors: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The output [T, hidden] of attention over `x` [T, hidden]."""
+        """The output [T, hidden] of attention over `x` [T, hidden].
+
+        Queries are multiplied by `factors` [T, 1, 1].
+        """
         spec, qkv, plan, slots = self.spec, own.qkv(x), step.attention[own.kind], step.slots[own.kind[0]]
         if own.latent is not None:
             assert angles is not None
@@ -323,6 +331,7 @@ class DecoderModel:
                 fresh[own.kv_layer] = key, value
         else:
             query, (key, value) = heads, fresh[own.kv_layer]
+        query = query if factors is None else query * factors
         mixed = attend(plan, kv, own.kv_layer, query, key, value, own.scores).flatten(1)
         return own.output(mixed * gate.sigmoid() if own.gate_size else mixed)
 
@@ -364,6 +373,9 @@ class DecoderModel:
         if expert_scale is not None:
             routes = scaled(routes, expert_scale)
         rows = self._rows_of(x, routes.tokens, x.dtype)
+        if spec.weighs_input:
+            weights, routes = row_weights(routes)
+            rows = rows * weights.to(rows.dtype)
         inner = self._activated(mlp.up.matrix.multiply_grouped(rows, routes.starts, mlp.up.bias))
         outputs = mlp.down.matrix.multiply_grouped(inner, routes.starts, mlp.down.bias)
         shared = None if mlp.shared is None else self._dense(mlp.shared, x)
@@ -410,7 +422,9 @@ class DecoderModel:
         num_kv_heads = own.shape.num_kv_heads if own.has_kv else 0
         query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)
         parts = (query, key) if own.has_kv else (query,)
-        for part, norm in zip(parts if spec.qk_norm else (), norms, strict=False):
+        for part, norm in zip(parts, norms, strict=False):
+            if norm.weight is None:
+                continue
             together = part.flatten(1) if spec.qk_norm == "all" else part
             part.copy_(self._norm(together, norm).view(part.shape))
         if angles is not None:
@@ -471,9 +485,12 @@ def _layer(
         scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
         kv_layer = spec.kv_index(index)
         gate_size = spec.query_size if spec.output_gate else 0
+        q_norm, k_norm = norm("q_norm"), norm("k_norm")
+        if spec.qk_norm == "plain" and own is not None:
+            q_norm = k_norm = NormWeights(weights.tensors["final_norm.weight"].new_ones(spec.head_dim), None)
         mixer = Attention(
             kinds[kv_layer], kv_layer, spec.has_kv(index), spec.shape(index), scores, linear("qkv"),
-            gate_size, norm("q_norm"), norm("k_norm"), linear("out"),
+            gate_size, q_norm, k_norm, linear("out"),
             -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
         )  # fmt: skip
     else:

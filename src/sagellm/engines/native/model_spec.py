@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.types import Window
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.latent_spec import LatentSpec
-from sagellm.engines.native.layer_spec import LayerInputSpec, LayerShape
+from sagellm.engines.native.layer_spec import LayerInputSpec, LayerShape, TemperatureSpec
 from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
 from sagellm.engines.native.rope import RopeSpec
 
@@ -68,16 +69,16 @@ NORM_PLACES = ("input", "residual", "output", "both")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape and wiring of a decoder-only transformer. `windows[i]` is the number of latest positions that
-    layer i sees, its own included; None means all. `ropes[i]` are the rotations of layer i, None for none;
-    with `learned_positions` (OPT) a table of them begins with `position_offset` unused rows. `embed_dim`
-    differs from `hidden_size` where the embedding is projected in and out.
+    """Shape and wiring of a decoder-only transformer. `windows[i]` is what layer i sees; None means all.
+    `ropes[i]` are the rotations of layer i, None for none; with `learned_positions` (OPT) a table of them
+    begins with `position_offset` unused rows. `embed_dim` differs from `hidden_size` where the embedding is
+    projected in and out.
 
     `norm_place` is one of `NORM_PLACES`; `norm_offset` is added to the weights of all norms. `qk_norm`:
-    "head" norms each head of queries and keys, "all" the heads together. Attention scores are scaled by
-    `attention_scale`, None means 1/sqrt(head_dim), and limited to +-`score_softcap`; with `attention_sinks`
-    each head has one more logit. Embeddings are multiplied by `embed_scale`, logits by `logit_scale`; they
-    are limited to +-`logit_softcap`.
+    "head" norms each head of queries and keys, "all" the heads together, "plain" each head of layers with
+    RoPE, without weights. Attention scores are scaled by `attention_scale`, None means 1/sqrt(head_dim), and
+    limited to +-`score_softcap`; with `attention_sinks` each head has one more logit. Embeddings are
+    multiplied by `embed_scale`, logits by `logit_scale`; they are limited to +-`logit_softcap`.
     """
 
     architecture: str
@@ -90,7 +91,7 @@ class ModelSpec:
     head_dim: int
     max_positions: int
     max_model_len: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Window | None, ...]
     ropes: tuple[RopeSpec | None, ...]
     embed_dim: int
     activation: str
@@ -128,6 +129,7 @@ class ModelSpec:
     value_norm: bool = False
     """Each value head is normed, without weights."""
     layer_inputs: LayerInputSpec | None = None
+    temperature: TemperatureSpec | None = None
     layer_scale: bool = False
     """What a layer leaves in the residual stream is multiplied by one number."""
 
@@ -186,7 +188,7 @@ class ModelSpec:
         return sum(map(self.has_kv, range(self.shape(layer).kv_source)))
 
     @property
-    def kv_windows(self) -> tuple[int | None, ...]:
+    def kv_windows(self) -> tuple[Window | None, ...]:
         """The windows of the layers that have KV."""
         return tuple(window for i, window in enumerate(self.windows) if self.has_kv(i))
 

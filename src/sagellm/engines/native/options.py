@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from sagellm.core.errors import ConfigError
+from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.measure import cpu_s, torch_threads
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
@@ -20,6 +23,17 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def check_chunks(windows: Sequence[Window | None], block_size: int) -> None:
+    """Raise `ConfigError` where a block would lie in two attention chunks."""
+    sizes = {window.size for window in windows if isinstance(window, AttentionChunk)}
+    for size in sizes:
+        if size % block_size:
+            raise ConfigError(
+                f"block_size {block_size} does not divide the chunks of {size} tokens that layers attend to; "
+                f"{math.gcd(size, 16)} does"
+            )
 
 
 def usable_device(name: str) -> torch.device:

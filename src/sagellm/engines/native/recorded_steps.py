@@ -14,11 +14,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.fusion import Capture, FusedKernel, Work
+from sagellm.core.types import AttentionChunk, first_seen
 from sagellm.engines.native.attention import AttentionPlan, KernelCall, Span
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV
 from sagellm.engines.native.model import DecoderModel, StepInputs
@@ -142,14 +144,15 @@ class RecordedSteps:
         self._replays[size] = self._capture(work)
 
 
-_FIELDS = 6  # token, position, and the four numbers of a span; in addition a slot for each KV group
+_FIRST_SPAN, _SPAN = 2, 4
 
 
 class DecodeInputs:
     """The inputs at fixed addresses of decode steps of up to `max_rows` rows. `step(b)` returns views of one
-    device buffer for b rows, and `fill` replaces the buffer's contents with one copy. Padding rows compute
-    token 0 at position 0 of the pool's scratch block. The copy is asynchronous: a caller must have read a
-    step's result before it fills again.
+    device buffer for b rows, and `fill` replaces the buffer's contents with one copy. A row has a token, a
+    position, a span in its sequence and one in its chunk (of each size that layers see), and a slot in each
+    KV group. Padding rows compute token 0 at position 0 of the pool's scratch block. The copy is
+    asynchronous: a caller must have read a step's result before it fills again.
     """
 
     def __init__(
@@ -157,31 +160,40 @@ class DecodeInputs:
     ) -> None:
         self._kernel, self._kinds = kernel, set(kinds)
         self._max_rows, groups = max_rows, kv.num_groups
+        chunks = {window: None for _, window in self._kinds if isinstance(window, AttentionChunk)}
         self._block_size, self._scratch = kv.block_size, kv.scratch_block
         device = kv.keys[0].device
         self._entries = cdiv(max_rows * cdiv(max_length, kv.block_size), 2)  # of a table, in int64
-        fields = _FIELDS + groups
+        self._first_slot = _FIRST_SPAN + _SPAN * (1 + len(chunks))
+        fields = self._first_slot + groups
         size = fields * max_rows + groups * self._entries
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         head = self._host[: fields * max_rows].view(fields, max_rows).numpy()
-        self._tokens, self._positions = head[:2]
-        self._spans = head[2:_FIELDS].reshape(max_rows, 4)
-        self._slots = head[_FIELDS:]
+        self._tokens, self._positions = head[:_FIRST_SPAN]
+        self._first_span = {chunk: _FIRST_SPAN + _SPAN * i for i, chunk in enumerate((None, *chunks))}
+        self._spans = {
+            chunk: head[first : first + _SPAN].reshape(max_rows, _SPAN)
+            for chunk, first in self._first_span.items()
+        }
+        self._slots = head[self._first_slot :]
         self._first_entry = fields * max_rows
         self._tables = self._host[self._first_entry :].view(torch.int32).view(groups, -1).numpy()
 
     def step(self, rows: int, max_position: int) -> StepInputs:
         """The inputs of `rows` rows at positions up to `max_position`, always the same tensors."""
-        most = self._max_rows
-        columns = self._device[: self._first_entry].view(-1, most)[:, :rows]
-        spans = self._device[2 * most : 2 * most + 4 * rows].view(rows, 4)
+        columns = self._device[: self._first_entry].view(-1, self._max_rows)[:, :rows]
+        plans = {kind: AttentionPlan(self._call(kind, rows), (), ()) for kind in self._kinds}
+        slots = list(columns[self._first_slot :])
+        return StepInputs(columns[0], columns[1], max_position, slots, None, plans)
+
+    def _call(self, kind: LayerKind, rows: int) -> KernelCall:
+        group, window = kind
+        chunk, window = (window, None) if isinstance(window, AttentionChunk) else (None, window)
+        first = self._first_span[chunk] * self._max_rows
+        spans = self._device[first : first + _SPAN * rows].view(rows, _SPAN)
         tables = self._device[self._first_entry :].view(torch.int32).view(len(self._tables), -1)
-        plans = {
-            kind: AttentionPlan(KernelCall(self._kernel, spans, tables[kind[0]], kind[1], rows), (), ())
-            for kind in self._kinds
-        }
-        return StepInputs(columns[0], columns[1], max_position, list(columns[_FIELDS:]), None, plans)
+        return KernelCall(self._kernel, spans, tables[group], window, rows)
 
     def fill(
         self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[array[int]]], rows: int
@@ -193,14 +205,14 @@ class DecodeInputs:
         for start in starts:
             firsts.append(padding)
             padding += start // size + 1
-        for field, values, idle in (
-            (self._tokens, tokens, 0),
-            (self._positions, starts, 0),
-            (self._spans[:, 2], starts, 0),
-            (self._spans[:, 3], firsts, padding),
-        ):
-            field[:count], field[count:rows] = values, idle
-        self._spans[:rows, 0], self._spans[:rows, 1] = range(rows), 1
+        for field, values in ((self._tokens, tokens), (self._positions, starts)):
+            field[:count], field[count:rows] = values, 0
+        for chunk, own in self._spans.items():
+            own[:rows, 0], own[:rows, 1] = range(rows), 1
+            begins = None if chunk is None else [first_seen(chunk, start) for start in starts]
+            own[:count, 2] = starts if begins is None else np.subtract(starts, begins)
+            own[:count, 3] = firsts if begins is None else np.add(firsts, np.floor_divide(begins, size))
+            own[count:rows, 2], own[count:rows, 3] = 0, padding
         num_entries = padding + (rows > count)
         for group, (slots, entries) in enumerate(zip(self._slots, self._tables, strict=True)):
             slots[:count] = [

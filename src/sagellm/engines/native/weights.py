@@ -195,7 +195,7 @@ def _attention_pieces(spec: ModelSpec, index: int, ours: str, theirs: str) -> Pl
         yield from _gated_qkv(spec, ours + "qkv", qkv, order)
     else:
         yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias, turned=turned, order=order)
-    normed = ("qk" if has_kv else "q") if spec.qk_norm else ""
+    normed = ("qk" if has_kv else "q") if spec.qk_norm in ("head", "all") else ""
     for part, dim in zip(normed, norm_dims, strict=False):
         piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,), dim // shape.head_dim, order)
         yield f"{ours}{part}_norm.weight", (piece,)
@@ -246,7 +246,7 @@ def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: st
     by_column = experts.stacked == "columns"
     for ending, (name, outputs, inputs) in sizes.items():
         mine, stored, count = f"{ours}experts.{ending}", f"{module}.{name}", experts.count
-        alternates = by_column and ending == "up"
+        alternates = experts.alternates and ending == "up"
         parts = [StackedPart(i, count, by_column, alternates) for i in range(count)]
         yield mine + ".weight", tuple(WeightPiece(stored, (outputs, inputs), part=part) for part in parts)
         if experts.has_bias:
@@ -358,8 +358,8 @@ _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
 _OF_IMAGES = (
-    "vision_tower.", "multi_modal_projector.", "model.visual.", "model.vision_tower.", "model.audio_tower.",
-    "model.embed_vision.", "model.embed_audio.",
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.",
+    "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
 )  # fmt: skip
 log = logging.getLogger("sagellm.weights")
 

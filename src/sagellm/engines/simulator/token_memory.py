@@ -14,7 +14,15 @@ from hashlib import blake2b
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, KVGroup, TokenLogprob, Tokens
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    KVCacheSchema,
+    KVGroup,
+    TokenLogprob,
+    Tokens,
+    Window,
+    first_seen,
+)
 
 _Slot = tuple[int, int, int] | None
 """Token, position and KV group; of a kept state a hash of its tokens, their number, and a negative part."""
@@ -44,7 +52,7 @@ class TokenMemoryBackend:
         vocab_size: int = 97,
         sliding_window: int | None = None,
         num_host_blocks: int = 0,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[Window | None] = (None,),
         state_pages: int = 0,
     ) -> None:
         """`windows`: one KV group of one layer for each, if there are several.
@@ -56,7 +64,7 @@ class TokenMemoryBackend:
             len(groups), 1, 1, "int8", block_size, "tokens", groups=groups if len(groups) > 1 else (),
             state_bytes=2 * block_size * state_pages,
         )  # fmt: skip
-        self._windows = [sliding_window, *windows[1:]]
+        self._windows: list[Window | None] = [sliding_window, *windows[1:]]
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
             sliding_window=sliding_window, num_host_blocks=num_host_blocks,
@@ -185,7 +193,7 @@ class TokenMemoryBackend:
         for group, window in enumerate(self._windows):
             for position in range(start, end):
                 self._memory[self._slot(row, position, group)] = (row.tokens[position], position, group)
-            for position in range(0 if window is None else max(0, start + 1 - window), end):
+            for position in range(first_seen(window, start), end):
                 self._read(row_id, position, group)
 
     def _read(self, row_id: int, position: int, group: int) -> int:

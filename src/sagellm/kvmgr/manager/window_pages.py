@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.types import BlockIds
+from sagellm.core.types import BlockIds, Window, first_seen, width
 
 ENDS_PER_PATH = 3
 
@@ -40,7 +40,7 @@ class WindowPages:
     their leading blocks.
     """
 
-    def __init__(self, window: int | None, num_groups: int, block_size: int) -> None:
+    def __init__(self, window: Window | None, num_groups: int, block_size: int) -> None:
         self.window, self.num_groups, self._block_size = window, num_groups, block_size
         self.attached: dict[int, BlockIds] = {}
         self._needed: Counter[int] = Counter()
@@ -53,7 +53,7 @@ class WindowPages:
     def window_blocks(self) -> int:
         """Blocks that a window reaches into at most."""
         assert self.window is not None
-        return cdiv(self.window - 1, self._block_size) + 1
+        return cdiv(width(self.window) - 1, self._block_size) + 1
 
     @property
     def num_unneeded(self) -> int:
@@ -62,9 +62,7 @@ class WindowPages:
 
     def first_needed(self, num_tokens: int) -> int:
         """The first block that a token behind `num_tokens` computed ones attends to."""
-        if self.window is None:
-            return 0
-        return max(0, num_tokens - self.window + 1) // self._block_size
+        return first_seen(self.window, num_tokens) // self._block_size
 
     def num_to_need(self, leads: Iterable[int]) -> int:
         """How many of these leading blocks no running request needs yet."""

@@ -33,6 +33,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
+from sagellm.core.types import Window, first_seen
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph, only_of
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 
@@ -42,14 +43,14 @@ def verify_graph(
     block_size: int,
     *,
     token_budget: int | None = None,
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Window | None] = (None,),
     before: Mapping[str, Rows] | None = None,
     peers: Collection[str] = (),
 ) -> None:
     """Raise `PlanError` naming the first operation that is wrong, and what would be right.
 
-    `token_budget` is that of each instance. `windows` has an entry for each KV group: a token attends at most
-    that many tokens back, or to all. `before` is the batch of each instance before the step; without it, a
+    `token_budget` is that of each instance. `windows` has an entry for each KV group: what a token attends
+    to, None for all before it. `before` is the batch of each instance before the step; without it, a
     row that does not join is assumed to be there. `peers` are instances outside the graph.
     """
     for problem in problems(
@@ -63,7 +64,7 @@ def problems(
     block_size: int,
     *,
     token_budget: int | None = None,
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Window | None] = (None,),
     before: Mapping[str, Rows] | None = None,
     peers: Collection[str] = (),
 ) -> Iterator[str]:
@@ -417,7 +418,7 @@ def _keep_problems(ops: Sequence[Operation], accesses: Sequence[Access]) -> Iter
 
 
 def _accesses(
-    computes: Sequence[ComputeOp], rows: InstanceRows, block_size: int, windows: Sequence[int | None]
+    computes: Sequence[ComputeOp], rows: InstanceRows, block_size: int, windows: Sequence[Window | None]
 ) -> Iterator[Access]:
     """The accesses in rows whose whole table is known."""
     for op in computes:
@@ -428,9 +429,8 @@ def _accesses(
         writes: list[int] = []
         for group, window in enumerate(windows):
             table = state.row.block_ids[group :: len(windows)]
-            first = 0 if window is None else max(0, op.start + 1 - window)
             end = cdiv(op.end, block_size)
-            reads += table[first // block_size : end]
+            reads += table[first_seen(window, op.start) // block_size : end]
             writes += table[op.start // block_size : end]
         yield Access(op, frozenset(reads), frozenset(writes), frozenset(state.new_blocks))
 

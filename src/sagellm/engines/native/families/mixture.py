@@ -61,7 +61,7 @@ def gpt_oss(name: str, config: Config) -> ModelSpec:
         }  # fmt: skip
     experts = ExpertSpec(
         (True,) * layers, config.get("num_local_experts", 128), config.get("num_experts_per_tok", 4),
-        number(config, "intermediate_size"), stacked="columns", has_bias=True,
+        number(config, "intermediate_size"), stacked="columns", alternates=True, has_bias=True,
         swiglu_limit=config.get("swiglu_limit", 7.0), swiglu_alpha=config.get("swiglu_alpha", 1.702),
     )  # fmt: skip
     window, bias = config.get("sliding_window", 128), bool(config.get("attention_bias", True))

@@ -10,7 +10,7 @@ from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.rope import read_rope
 
 Config = Mapping[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def number(config: Config, key: str) -> Any:
@@ -59,17 +59,17 @@ def llama_like(name: str, config: Config, **wiring: Any) -> ModelSpec:
     )
 
 
-def layer_types(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
-    """The types of layers: as given, or sliding where `slides(i)`."""
+def layer_types(config: Config, is_local: Callable[[int], bool], local: str = SLIDING) -> Sequence[str]:
+    """The types of layers: as given, or `local` where `is_local(i)`."""
     layers = number(config, "num_hidden_layers")
     types: Sequence[str] = config.get("layer_types") or [
-        SLIDING if slides(i) else FULL for i in range(layers)
+        local if is_local(i) else FULL for i in range(layers)
     ]
-    unknown = sorted(set(types) - {FULL, SLIDING})
+    unknown = sorted(set(types) - {FULL, local})
     if unknown or len(types) != layers:
         raise UnsupportedModelError(
             f"config.json: {len(types)} layer_types for {layers} layers, unknown: {', '.join(unknown)}; "
-            f"supported are {FULL} and {SLIDING}, one per layer"
+            f"supported are {FULL} and {local}, one per layer"
         )
     return types
 
