@@ -147,7 +147,7 @@ class ConfigJson(_StrictModel):
     mamba_n_heads: Size | None = None
     mamba_d_head: Size | str | None = None
     mamba_expand: Size | None = None
-    shared_intermediate_size: Size | None = None
+    shared_intermediate_size: Annotated[int, Field(ge=0)] | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
     hidden_act: str | None = None
