@@ -130,6 +130,10 @@ def generate(folder: Path, kernel: FusedKernel, recorder: Recorder | None) -> li
     return done
 
 
+TOLERANCE = {"gemma4": 2e-5}
+"""Its float32 logits by transformers are 2.1e-5 from those in float64, three times as far as llama's."""
+
+
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
@@ -141,7 +145,7 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
     for one, other in zip(with_graphs, without, strict=True):
         assert one.outputs == other.outputs
         for ours, theirs in zip(one.logits, other.logits, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+            torch.testing.assert_close(ours, theirs, atol=TOLERANCE.get(name, 1e-5), rtol=0)
 
 
 RECORDED = {"llama", "llama-head80-tied", "llama-biases", "mistral-window", "qwen2", "qwen3"}
