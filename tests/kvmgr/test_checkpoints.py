@@ -16,7 +16,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
-from sagellm.core.types import NO_ACCOUNT, Request, Tokens
+from sagellm.core.types import NO_ACCOUNT, Namespace, Request, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.manager import KVCacheManager
@@ -95,6 +95,77 @@ def test_a_hit_whose_checkpoint_does_not_fit_beside_the_request_is_not_used(over
     run_all(engine)
     engine.add(request("second", range(33)))
     assert len(run_all(engine)["second"]) == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shares_pin", [False, True])
+def test_a_hit_that_does_not_fit_beside_pinned_prefixes_is_not_used(overlap: bool, shares_pin: bool) -> None:
+    """24 blocks, of which 7 are pinned; the request needs 14, and 5 more to begin with its checkpoint."""
+    backend = TokenMemoryBackend(num_blocks=24, block_size=BLOCK, state_pages=5, max_model_len=96)
+    engine = fake_engine(backend, overlap=overlap, max_pinned_share=0.5)
+    pinned = range(9) if shares_pin else range(50, 59)
+    engine.add(request("pinned", pinned))
+    run_all(engine)
+    engine.pin_prefix(Tokens(pinned), Namespace())
+    engine.add(request("first", range(41)))
+    run_all(engine)
+    engine.add(request("second", [*range(41), *range(9)]))
+    assert len(run_all(engine)["second"]) == 4
+
+
+def admitted(kv: KVCacheManager, state: RequestState, num_tokens: int, binding: Binding) -> None:
+    hit = kv.quotes.match(state)
+    binding.draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
+
+
+def test_a_request_keeps_its_places_when_it_is_admitted_again() -> None:
+    kv = manager(64, 1)
+    assert kv.checkpoints is not None
+    serve(kv, "first", [1] * 33)
+    kv.clear_cache()
+    state = RequestState.of(Request("second", Tokens([*[1] * 33, *[2] * 40])))
+    for _ in range(2):
+        binding = Binding(Draft(StepStart(0, 0.0), 1 << 20, [], [], {}))
+        admitted(kv, state, 12, binding)
+        kv.bind(binding)
+        assert kv.checkpoints._requests[kv._tables["second"]].wanted == [8, 16, 17, 18]
+        kv.rollback(binding)
+        kv.check()
+    kv.clear_cache()
+
+
+def test_what_is_computed_again_of_an_answer_has_a_checkpoint() -> None:
+    """A preempted request that lost everything goes on from the last checkpoint that it had in decode."""
+    kv = manager(64, 1)
+    state = RequestState.of(Request("r", Tokens([1] * 9)))
+    state.tokens.extend([2] * 16)
+    binding = Binding(Draft(StepStart(0, 0.0), 1 << 20, [], [], {}))
+    admitted(kv, state, 25, binding)
+    kv.bind(binding)
+    kv.executed(binding)
+    state.num_prefilled = 25
+    kv.commit(state)
+    kv.release(state)
+    kv.check()
+    assert kv.quotes.match(RequestState.of(Request("next", Tokens([1] * 9 + [2] * 20)))).num_blocks == 6
+
+
+def test_a_later_bind_that_fails_leaves_the_checkpoints_of_the_step() -> None:
+    kv = manager(23, 3)
+    states = [RequestState.of(Request(f"r{i}", Tokens([i] * (4 * BLOCK + 1)))) for i in range(3)]
+    binding = Binding(Draft(StepStart(0, 0.0), 1 << 20, [], [], {}))
+    admitted(kv, states[0], 17, binding)
+    kv.bind(binding, early=True)
+    kept = list(binding.kept_states)
+    assert kept
+    admitted(kv, states[1], 17, binding)
+    admitted(kv, states[2], 17, binding)
+    with pytest.raises(CapacityError):
+        kv.bind(binding, early=True)
+    assert binding.kept_states == kept
+    kv.rollback(binding)
+    kv.check()
+    assert kv.pool.num_free == 23
 
 
 def test_pinned_prefixes_count_the_state_behind_them() -> None:

@@ -49,6 +49,8 @@ class RequestState:
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
     admissions; None if misses are not attributed. `evicted`: the part of the prompt that was evicted when
     it was admitted first, if it asked for that; seconds, cause and request are of the first of these tokens.
+    `checkpoint_depths`: after how many blocks of the prompt its recurrent state should be kept; None before
+    its first admission.
     """
 
     request: Request
@@ -66,6 +68,7 @@ class RequestState:
     num_scored: int = 0
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
+    checkpoint_depths: Sequence[int] | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestState:

@@ -140,12 +140,24 @@ class Checkpoints:
         """A request begins with its pinned hit."""
         leads, state = blocks.block_ids[: blocks.hit.num_blocks], blocks.state
         lead = leads[-1] if leads else NO_LEAD
-        keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
-        known = self._seen_before(keys)
-        wanted = self._retention.places(keys, known, min(len(leads), len(keys)), 0, self._now())
+        if state.checkpoint_depths is None:  # one that is admitted again is no second use of its prefix
+            keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
+            known = self._seen_before(keys)
+            state.checkpoint_depths = self._retention.places(keys, known, 0, 0, self._now())
+        depths = [*state.checkpoint_depths, self._last_of_answer(state)]
+        wanted = [depth for depth in depths if depth > len(leads)]
         self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads))
         if leads:
             self.need(lead)
+
+    def _last_of_answer(self, state: RequestState) -> int:
+        """The depth of a preempted request's last checkpoint in decode, or 0.
+
+        Not behind its last token: that one is computed in decode again.
+        """
+        num_blocks = (len(state.tokens) - 1) // self._pool.block_size
+        depth = num_blocks - num_blocks % self._interval
+        return depth if depth * self._pool.block_size > state.num_prompt_tokens else 0
 
     def _seen_before(self, keys: Sequence[int]) -> int:
         """How many of these leading blocks an earlier prompt had. Notes them as seen."""
@@ -205,13 +217,18 @@ class Checkpoints:
                     self._free(own, own.rolling)
                 own.rolling = depth
 
-    def undo(self, binding: Binding, blocks_of: Callable[[RequestState], RequestBlocks | None]) -> None:
-        """The step will not be executed, or has failed."""
-        for state, num_tokens, _ in reversed(binding.kept_states):
+    def undo(
+        self, binding: Binding, blocks_of: Callable[[RequestState], RequestBlocks | None], num_before: int
+    ) -> None:
+        """Undo a bind, or all binds of a step.
+
+        `num_before`: states that were to be kept before it.
+        """
+        for state, num_tokens, _ in reversed(binding.kept_states[num_before:]):
             blocks, depth = blocks_of(state), num_tokens // self._pool.block_size
             if blocks is not None and depth in self._requests[blocks].made:
                 self._free(self._requests[blocks], depth)
-        binding.kept_states.clear()
+        del binding.kept_states[num_before:]
 
     def deepest(self, blocks: RequestBlocks, num_tokens: int) -> int:
         """How far a prefix may enter the index: its last checkpoint, in tokens."""

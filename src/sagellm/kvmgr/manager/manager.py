@@ -152,8 +152,8 @@ class KVCacheManager:
             index, pool.total_blocks // self.num_groups, max_pinned_share, cdiv(state_pages, self.num_groups)
         )
         self.quotes = Quotes(
-            self._tables, self.allocator, windows, self._registrar, self._tails, sharing, self._pages, swap,
-            metrics, now, prefix_caching, prefill_token_s,
+            self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
+            self._pages, swap, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
 
     # -- what running requests hold
@@ -200,9 +200,10 @@ class KVCacheManager:
             binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, first_bind = (
+        num_copies, num_bound, num_kept, first_bind = (
             len(binding.copies),
             len(binding.chunks),
+            len(binding.kept_states),
             not binding.decodes_bound,
         )
         self._tables.start_bind(binding)
@@ -224,7 +225,7 @@ class KVCacheManager:
             if self.checkpoints is not None:
                 self._keep_states(binding, self.checkpoints, chunks, decodes=first_bind)
         except Exception:
-            self._undo(binding, num_bound, decodes=first_bind)
+            self._undo(binding, num_bound, num_kept, decodes=first_bind)
             del binding.copies[num_copies:]
             raise
         binding.decodes_bound, binding.stage = True, BindingStage.BOUND
@@ -261,7 +262,7 @@ class KVCacheManager:
         Evictions stay. What was to be saved of the requests that the draft preempts is dropped.
         """
         binding.require("rollback", BindingStage.OPEN, BindingStage.BOUND)
-        self._undo(binding, 0, decodes=True)
+        self._undo(binding, 0, 0, decodes=True)
         binding.stage = BindingStage.OPEN
         if self.swap is not None:
             self.swap.drop_uncopied(binding.draft.swapped)
@@ -546,13 +547,14 @@ class KVCacheManager:
             return self.swap.copies_back(hit, request_id, self.block_table(request_id))
         return ()
 
-    def _undo(self, binding: Binding, num_bound: int, *, decodes: bool) -> None:
+    def _undo(self, binding: Binding, num_bound: int, num_kept: int, *, decodes: bool) -> None:
         """Take back the blocks of all chunks behind the first `num_bound`.
 
-        With `decodes`, also those appended to requests in decode.
+        Also those of all states that were to be kept behind the first `num_kept`. With `decodes`, also those
+        appended to requests in decode.
         """
         if self.checkpoints is not None:
-            self.checkpoints.undo(binding, self._tables.find)
+            self.checkpoints.undo(binding, self._tables.find, num_kept)
         if decodes:
             for state in binding.appended_to:
                 appended = self._tables.find(state)

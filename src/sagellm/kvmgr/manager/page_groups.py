@@ -296,11 +296,18 @@ class PageGroups:
             low, high = (middle, high) if self.pages_of(middle) <= num_pages else (low, middle - 1)
         return low
 
-    def can_hit(self, num_blocks: int) -> bool:
-        """Whether so large a request fits beside the checkpoint it begins with."""
-        if self.checkpoints is None:
-            return True
-        return self.pages_of(num_blocks) + self.checkpoints.state_pages <= self._pool.total_blocks
+    def can_hit(self, leads: Sequence[int], num_blocks: int, pinned: Sequence[BlockIds]) -> bool:
+        """Whether a request of `num_blocks` can begin with these leading blocks, alone.
+
+        Then it fits beside the leading blocks and the checkpoints of `pinned` prefixes, and beside the
+        checkpoint that it begins with. True also where it would not fit without the hit.
+        """
+        assert self.checkpoints is not None
+        pages, state_pages = self.pages_of(num_blocks), self.checkpoints.state_pages
+        held, ends = set().union(*pinned), {ids[-1] for ids in pinned}
+        left = self._pool.total_blocks - self.per_block * len(held) - state_pages * len(ends)
+        saved = len(held.intersection(leads)) + (state_pages if leads[-1] in ends else 0)
+        return pages + state_pages - saved <= left or pages > left
 
     def free_passed(self, num_free: int, donors: Collection[RequestBlocks]) -> None:
         """Free own pages that windows have passed, until so many are free.

@@ -285,7 +285,7 @@ class PinnedPrefixes:
     """Prefixes that stay in the index until they are unpinned (system prompts).
 
     Together they hold at most `max_share` of a pool of `total_blocks`. Each needs `blocks_of_state` for the
-    recurrent state behind it.
+    recurrent state behind it. `num_changes` counts pins and unpins.
     """
 
     def __init__(
@@ -296,6 +296,7 @@ class PinnedPrefixes:
         self._max_share = max_share
         self._blocks_of_state = blocks_of_state
         self.hits: list[PrefixHit] = []
+        self.num_changes = 0
 
     def __contains__(self, hit: PrefixHit) -> bool:
         return any(pinned is hit for pinned in self.hits)
@@ -314,6 +315,7 @@ class PinnedPrefixes:
     def add(self, wanted: PrefixHit) -> PrefixHit:
         """Pin a hit. Raises `CapacityError` if too much would be pinned."""
         hit = self._index.pin(wanted)
+        self.num_changes += 1
         self.hits.append(hit)
         num_blocks, limit = self.num_blocks, int(self._max_share * self._total_blocks)
         if num_blocks > limit:
@@ -330,5 +332,6 @@ class PinnedPrefixes:
         index = next((i for i, pinned in enumerate(self.hits) if pinned is hit), None)
         if index is None:
             raise BookkeepingError(f"no pinned prefix of {hit.num_blocks} blocks: it was unpinned before")
+        self.num_changes += 1
         del self.hits[index]
         self._index.unpin(hit)

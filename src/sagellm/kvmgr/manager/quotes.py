@@ -11,7 +11,12 @@ from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
 from sagellm.kvmgr.manager.page_groups import PageGroups
-from sagellm.kvmgr.manager.prefix_sharing import PrefixRegistrar, SharedTails, SharingGroups
+from sagellm.kvmgr.manager.prefix_sharing import (
+    PinnedPrefixes,
+    PrefixRegistrar,
+    SharedTails,
+    SharingGroups,
+)
 from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import BlockTables
 
@@ -26,6 +31,7 @@ class Quotes:
         windows: SlidingWindows,
         registrar: PrefixRegistrar,
         tails: SharedTails,
+        pins: PinnedPrefixes,
         groups: SharingGroups,
         page_groups: PageGroups | None,
         swap: SwapSpace | None,
@@ -36,7 +42,7 @@ class Quotes:
     ) -> None:
         self._index, self._pool, self._quota = allocator.index, allocator.pool, allocator.quota
         self._tables, self._allocator, self._windows = tables, allocator, windows
-        self._registrar, self._tails, self._groups = registrar, tails, groups
+        self._registrar, self._tails, self._pins, self._groups = registrar, tails, pins, groups
         self._pages, self._swap, self._metrics, self._now = page_groups, swap, metrics, now
         self._per_block = 1 if page_groups is None else page_groups.per_block
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
@@ -50,17 +56,18 @@ class Quotes:
 
     @property
     def version(self) -> int:
-        changes = self._tables.num_changes + self._allocator.num_changes + self._registrar.num_changes
+        parts = self._tables, self._allocator, self._registrar, self._pins
+        changes = sum(part.num_changes for part in parts)
         return changes + (0 if self._swap is None else self._swap.num_changes)
 
     def match(self, state: RequestState) -> PrefixHit:
         """The longest reusable prefix, within `state.max_reusable`."""
         limit = state.max_reusable if self._prefix_caching else 0
-        if self._pages is not None and not self._pages.can_hit(cdiv(len(state.tokens), self.block_size)):
-            limit = 0
         namespace = self._groups.namespace_of(state.request.namespace)
         began_s = self._now() if self._metrics is not None else 0.0
         hit = self.lookup(state.tokens, namespace, limit)
+        if hit.num_blocks and not self._can_begin_with(hit, cdiv(len(state.tokens), self.block_size)):
+            hit = self.lookup(state.tokens, namespace, 0)
         if self._metrics is not None:
             self._metrics.observe_match(self._now() - began_s)
         if self._swap is not None:
@@ -78,6 +85,13 @@ class Quotes:
         if servable == hit.num_blocks:
             return hit
         return self._index.lookup(tokens, namespace, servable * self.block_size)
+
+    def _can_begin_with(self, hit: PrefixHit, num_blocks: int) -> bool:
+        """Whether a request of so many blocks fits with the hit, or neither way."""
+        if self._pages is None or self._pages.checkpoints is None:
+            return True
+        pinned = [self._index.block_ids(pinned) for pinned in self._pins.hits if pinned.num_blocks]
+        return self._pages.can_hit(self._index.block_ids(hit), num_blocks, pinned)
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether the running request whose block the hit would copy has it."""
