@@ -24,7 +24,12 @@ def check_request(
         )
     ids = np.frombuffer(request.tokens.view(), dtype=np.uint32)  # negative ids are the greatest
     if ids.max() >= vocab_size:
-        _check_ids("", request.tokens, vocab_size, "prompt")
+        wrong = next(token for token in request.tokens if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"token id {wrong} is not in the model's vocabulary of {vocab_size} tokens; if the prompt was "
+            "text, the model's folder holds the tokenizer of another model",
+            "prompt",
+        )
     if params.prompt_logprobs is not None and PROMPT_LOGPROBS not in capability.features:
         raise UnsupportedParameterError(
             f"prompt_logprobs: the backend on {capability.device} does not compute them", "prompt_logprobs"

@@ -132,6 +132,21 @@ class TestRefusals:
         self.fails(tmp_path, MissingWeightsError, r"1 of \d+ weight files.*model-00002")
 
     @pytest.mark.parametrize(
+        ("present", "words"),
+        [
+            ("model-00001-of-00002.safetensors", f"fetch {INDEX_FILE}"),
+            ("model.gguf", "GGUF files are not read"),
+            ("README.md", "fetch the model's safetensors files"),
+        ],
+    )
+    def test_a_folder_without_weights_says_what_to_fetch(
+        self, folder: Path, present: str, words: str
+    ) -> None:
+        (folder / SINGLE_FILE).unlink()
+        (folder / present).touch()
+        self.fails(folder, MissingWeightsError, words)
+
+    @pytest.mark.parametrize(
         "text", ['{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "b", "c": ["d"]}}']
     )
     def test_damaged_index(self, folder: Path, text: str) -> None:

@@ -212,7 +212,7 @@ def test_malformed_configurations_are_refused_in_words(changes: dict[str, object
         ({"mamba_d_conv": 0}, "conv_width of recurrent layers must be positive, got 0"),
         ({"time_step_limit": [0.001, 0.1]}, "only \\[0, inf\\]"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported in Mamba layers, only silu"),
-        ({"num_experts_per_tok": 9}, "9 of 8 experts per token"),
+        ({"num_experts_per_tok": 9}, "a token takes 9 experts, but there are only 8"),
     ],
 )
 def test_malformed_granite_hybrids_are_refused_in_words(changes: dict[str, object], reason: str) -> None:

@@ -57,8 +57,15 @@ def read_spec(config: Config) -> ModelSpec:
         if name in _READERS:
             return _READERS[name](name, given)
     raise UnsupportedModelError(
-        f"architecture {', '.join(map(str, names))} is not supported; these are: {', '.join(_READERS)}"
+        f"architecture {', '.join(map(str, names))} is not native (model.implementation auto tries "
+        f"transformers): {native_families()}"
     )
+
+
+def native_families() -> str:
+    """What the native engine runs, in words for a refusal."""
+    families = dict.fromkeys(name.partition("For")[0] for name in _READERS)
+    return f"native are {', '.join(families)}"
 
 
 def is_native(config: Config) -> bool:
@@ -70,7 +77,7 @@ def _architecture_of_type(config: Config) -> str:
     """The architecture of a folder that gives only `model_type`."""
     by_type = {name.partition("For")[0].lower(): name for name in _READERS}
     by_type |= {f"gemma{number}_text": f"Gemma{number}ForCausalLM" for number in (3, 4)}
-    model_type = str(config.get("model_type", "(no architectures in config.json)"))
+    model_type = str(config.get("model_type", "(config.json has neither architectures nor model_type)"))
     alone = model_type.removesuffix("_text").replace("_", "")
     return by_type.get(model_type) or by_type.get(alone, model_type)
 

@@ -139,7 +139,14 @@ def _weight_files(folder: Path) -> list[Path]:
         return _shards(index)
     if os.path.lexists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
-    hint = f": {CONVERT_PICKLES.format(str(folder))}" if any(folder.glob("*.bin")) else ""
+    if any(folder.glob("model-*-of-*.safetensors")):
+        hint = f": its shards are found by their index; fetch {INDEX_FILE}"
+    elif any(folder.glob("*.bin")):
+        hint = f": {CONVERT_PICKLES.format(str(folder))}"
+    elif any(folder.glob("*.gguf")):
+        hint = ": GGUF files are not read; fetch the model's safetensors files"
+    else:
+        hint = ": fetch the model's safetensors files"
     raise MissingWeightsError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
@@ -160,7 +167,7 @@ def _shards(index: Path) -> list[Path]:
     if missing:
         raise MissingWeightsError(
             f"{len(missing)} of {len(names)} weight files are missing in {index.parent}: "
-            f"{', '.join(missing[:4])}"
+            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}: fetch them again"
         )
     return [index.parent / name for name in names]
 

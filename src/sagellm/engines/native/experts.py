@@ -59,11 +59,13 @@ class ExpertSpec:
             if not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"config.json: experts: {name} must be positive, got {value!r}")
         if self.per_token > self.count:
-            raise UnsupportedModelError(f"config.json: {self.per_token} of {self.count} experts per token")
+            raise UnsupportedModelError(
+                f"config.json: a token takes {self.per_token} experts, but there are only {self.count}"
+            )
         if self.count % self.groups or self.kept_groups > self.groups:
             raise UnsupportedModelError(
-                f"config.json: {self.kept_groups} of {self.groups} groups of {self.count} experts: groups "
-                "have equally many, and at most all are kept"
+                f"config.json: {self.count} experts in {self.groups} groups, of which a token takes "
+                f"{self.kept_groups}: groups must have equally many experts, and a token takes at most all"
             )
         size = self.count // self.groups
         if self.groups > 1 and (size < self.group_best or size * self.kept_groups < self.per_token):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.extras import install_command
-from sagellm.engines.native.architectures import is_native, read_config, read_spec
+from sagellm.engines.native.architectures import is_native, native_families, read_config, read_spec
 
 if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
@@ -20,19 +20,16 @@ def described(config: Mapping[str, Any], implementation: str = "auto") -> ModelS
     """The model of a parsed config.json, as `implementation` says: auto, native or transformers.
 
     "auto" is native where the architecture is, else the bridge. Raises `UnsupportedModelError` with the
-    reasons of all that was tried.
+    reason, and what would run.
     """
     if implementation == "native" or (implementation == "auto" and is_native(config)):
         return read_spec(config)
-    if implementation == "transformers":
-        return _bridged(config)
     try:
-        return read_spec(config)
+        return _bridged(config)
     except UnsupportedModelError as error:
-        try:
-            return _bridged(config)
-        except UnsupportedModelError as other:
-            raise UnsupportedModelError(f"{error}. {other}") from other
+        if implementation == "transformers":
+            raise
+        raise UnsupportedModelError(f"{error}; {native_families()}") from error
 
 
 def check_config(folder: Path, implementation: str = "auto") -> None:
@@ -42,8 +39,9 @@ def check_config(folder: Path, implementation: str = "auto") -> None:
 
 def _bridged(config: Mapping[str, Any]) -> BridgedSpec:
     if find_spec("transformers") is None:
+        names = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
         raise UnsupportedModelError(
-            "other decoders run through transformers, which is not installed: "
+            f"{names} runs through transformers at most, which is not installed: "
             f"{install_command('transformers')}"
         )
     from sagellm.engines.native.bridge.description import describe

@@ -86,7 +86,7 @@ def test_native_architectures_run_natively_unless_asked_otherwise() -> None:
 def test_other_architectures_are_bridged_unless_told_otherwise() -> None:
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **BRIDGED_MODELS["gpt2"]}
     assert isinstance(described(config), BridgedSpec)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is not supported; these are: Llama"):
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel is not native .*: native are Llama"):
         described(config, "native")
 
 
@@ -130,3 +130,12 @@ def test_a_model_that_mixes_tokens_of_a_batch_is_found_after_loading(
     monkeypatch.setattr(Starcoder2MLP, "forward", lambda self, x: forward(self, x + x.mean(1, keepdim=True)))
     with pytest.raises(UnsupportedModelError, match="token by token beside another differs by"):
         NativeBackend(tmp_path, device="cpu", num_blocks=8, threads=1)
+
+
+@quiet
+def test_a_refusal_gives_the_reason_first_and_what_runs_behind_it() -> None:
+    config = config_of("bloom") | {"architectures": ["BloomForCausalLM"]}
+    with pytest.raises(UnsupportedModelError, match=r"^BloomForCausalLM .*position_ids.*native are Llama"):
+        described(config)
+    with pytest.raises(UnsupportedModelError, match="has no model_type"):
+        described({})

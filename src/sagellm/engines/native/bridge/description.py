@@ -105,22 +105,25 @@ def describe(config: Mapping[str, Any]) -> BridgedSpec:
 def refusal(name: str, reason: str) -> UnsupportedModelError:
     """The error for a model that the bridge does not run."""
     return UnsupportedModelError(
-        f"{name} does not run through transformers {transformers.__version__}: {reason}. What runs is a "
-        "decoder whose layers all attend through the library's attention interface, each once and with a "
+        f"{name} does not run through transformers {transformers.__version__}: {reason}. Through it run "
+        "decoders whose layers all attend through the library's attention interface, each once and with a "
         "causal mask or window; docs/models.md lists them"
     )
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    [first, *_] = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {first.rstrip(' .:')}"
 
 
 def _class_and_config(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The library's classes for a config.json. Code beside the checkpoint (`auto_map`) is never looked at."""
     model_type = str(config.get("model_type"))
-    shown = ", ".join(map(str, config.get("architectures") or [model_type]))
+    shown = ", ".join(map(str, config.get("architectures") or [config.get("model_type", "this model")]))
     if config.get("quantization_config") or config.get("compression_config"):
         raise refusal(shown, "quantized checkpoints run natively only; take the one in bfloat16 or float32")
+    if config.get("model_type") is None:
+        raise refusal(shown, "config.json has no model_type")
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if names is None or model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a checkpoint is never run" if config.get("auto_map") else ""

@@ -65,13 +65,19 @@ def layer_types(config: Config, is_local: Callable[[int], bool], local: str = SL
     types: Sequence[str] = config.get("layer_types") or [
         local if is_local(i) else FULL for i in range(layers)
     ]
-    unknown = sorted(set(types) - {FULL, local})
-    if unknown or len(types) != layers:
-        raise UnsupportedModelError(
-            f"config.json: {len(types)} layer_types for {layers} layers, unknown: {', '.join(unknown)}; "
-            f"supported are {FULL} and {local}, one per layer"
-        )
+    check_types(types, layers, (FULL, local))
     return types
+
+
+def check_types(types: Sequence[str], layers: int, known: Sequence[str]) -> None:
+    """Refuses layer types that are not one of `known` for each layer."""
+    unknown = sorted(set(types) - set(known))
+    if unknown or len(types) != layers:
+        count = f"{len(types)} layer_types for {layers} layers"
+        wrong = f"layer_types, unknown: {', '.join(unknown)}" if unknown else count
+        raise UnsupportedModelError(
+            f"config.json: {wrong}; supported are {' and '.join(known)}, one for each layer"
+        )
 
 
 def mixed_layers(
