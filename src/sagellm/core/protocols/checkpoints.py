@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from sagellm.core.protocols.eviction import Hint
 from sagellm.core.types import Namespace, Tokens
 
 BlockKeys = Callable[[Tokens, int, Namespace], list[int]]
@@ -49,6 +50,9 @@ class CheckpointPolicy(Protocol):
 
     def removed(self, key: int, above: int | None, now_s: float) -> None:
         """A checkpoint was dropped, or cannot be chosen for now."""
+
+    def hint(self, key: int, hint: Hint, now_s: float) -> None:
+        """What became known of a checkpoint since its last use; nothing if it has none."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where its books disagree."""

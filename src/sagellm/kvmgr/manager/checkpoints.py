@@ -23,9 +23,10 @@ from sagellm.core.binding import Binding
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import Chunk, RequestState
 from sagellm.core.protocols.checkpoints import BlockKeys, CheckpointPolicyFactory, Marginal
+from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import BlockIds, Namespace, Tokens
+from sagellm.core.types import BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, RequestBlocks
 
 NO_LEAD = -1
@@ -143,12 +144,18 @@ class Checkpoints:
         if state.checkpoint_depths is None:  # one that is admitted again is no second use of its prefix
             keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
             known = self._seen_before(keys)
-            state.checkpoint_depths = self._retention.places(keys, known, 0, 0, self._now())
+            places = self._retention.places(keys, known, 0, 0, self._now())
+            state.checkpoint_depths = sorted({*places, *self._breakpoints(state)})
         depths = [*state.checkpoint_depths, self._last_of_answer(state)]
         wanted = [depth for depth in depths if depth > len(leads)]
         self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads))
         if leads:
             self.need(lead)
+
+    def _breakpoints(self, state: RequestState) -> set[int]:
+        """The depths at which the client asked for retention of a part of its prompt."""
+        stops = {bias.stop // self._pool.block_size for bias in state.request.retention if bias.stop}
+        return {depth for depth in stops if 0 < depth * self._pool.block_size <= state.num_prompt_tokens}
 
     def _last_of_answer(self, state: RequestState) -> int:
         """The depth of a preempted request's last checkpoint in decode, or 0.
@@ -251,8 +258,16 @@ class Checkpoints:
                 self._num_over.update(leads)
                 self._retention.made(made.key, depth, now_s)
                 self.num_made += 1
+            self._retain(keys[depth - 1], depth, state.request.retention)
             self._free(own, depth)
         own.depth = max(own.depth, blocks.num_shared)
+
+    def _retain(self, key: int, depth: int, retention: Sequence[Retention]) -> None:
+        """Let the settings of a request hold for a checkpoint inside their tokens."""
+        size = self._pool.block_size
+        for bias in retention:
+            if bias.start < depth * size and (bias.stop is None or (depth - 1) * size < bias.stop):
+                self._retention.hint(key, Hint(bias.priority, bias.duration_s), self._now())
 
     def release(self, blocks: RequestBlocks) -> None:
         """The request leaves the batch."""
@@ -276,6 +291,13 @@ class Checkpoints:
         del own.made[depth]
         own.executed.discard(depth)
         own.rolling = 0 if own.rolling == depth else own.rolling
+
+    def hint(self, hit: PrefixHit, num_blocks: int, hint: Hint) -> None:
+        """A hint for the checkpoints in the last `num_blocks` of a cached prefix."""
+        current = self._index.lookup(hit.tokens, hit.namespace, hit.num_tokens)
+        for lead in self._index.block_ids(current)[max(0, current.num_blocks - num_blocks) :]:
+            if lead in self._at:
+                self._retention.hint(self._at[lead].key, hint, self._now())
 
     # -- memory
 

@@ -19,6 +19,7 @@ from sagellm.core.plan import RequestState
 from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
+from sagellm.kvmgr.manager.checkpoints import Checkpoints
 
 EXPECTED_FOR_S = 60.0
 """A `kv.expect` that no use has ended ends after this time, so that hints cannot hold the cache."""
@@ -30,7 +31,7 @@ Session = tuple[str, str]
 class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
-    It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
+    Hints hold for the blocks of the index, and for `checkpoints` of recurrent states behind them. It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class KVHints:
         index: PrefixReuseIndex,
         namespace_of: Callable[[Namespace], Namespace],
         now: Callable[[], float],
+        checkpoints: Checkpoints | None = None,
         *,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:
-        self._index = index
+        self._index, self._checkpoints = index, checkpoints
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
@@ -86,9 +88,12 @@ class KVHints:
                 wanted[hit.node] = (hit, wanted.get(hit.node, (hit, 0))[1] + 1)
         for node, (hit, _) in self._wanted.items():
             if node not in wanted:
-                self._index.hint(hit, Hint(wanted_by=0))
-        for hit, count in wanted.values():
-            self._index.hint(hit, Hint(wanted_by=count))  # again, since a use by others forgets it
+                self._hint(hit, Hint(wanted_by=0))
+        for node, (hit, count) in wanted.items():
+            if node in self._wanted:
+                self._index.hint(hit, Hint(wanted_by=count))  # again, since a use by others forgets it
+            else:
+                self._hint(hit, Hint(wanted_by=count))
         self._wanted = wanted
 
     @property
@@ -97,6 +102,13 @@ class KVHints:
         return not self._wanted and not self._expected
 
     # -- inside
+
+    def _hint(self, hit: PrefixHit, hint: Hint) -> int:
+        """Hint the last blocks of a hit and the checkpoints behind them; returns how many blocks."""
+        num_blocks = self._index.hint(hit, hint)
+        if self._checkpoints is not None and num_blocks:
+            self._checkpoints.hint(hit, num_blocks, hint)
+        return num_blocks
 
     def _act(self, action: KVHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
         if not action.is_known:
@@ -112,7 +124,7 @@ class KVHints:
                 action.action_id, HintStatus.NOT_FOUND, reason="nothing is known of the target"
             )
         hit = self._index.lookup(target[0], self._namespace_of(target[1]))
-        num_blocks = self._index.hint(hit, hint)
+        num_blocks = self._hint(hit, hint)
         if hint.expected and num_blocks:
             self._expected.pop(hit.node, None)
             self._expected[hit.node] = (self._now() + EXPECTED_FOR_S, hit)
@@ -129,7 +141,7 @@ class KVHints:
             if until_s > now_s and len(expected) <= MAX_EXPECTED:
                 return
             expected.popitem(last=False)
-            self._index.hint(hit, Hint(expected=False))
+            self._hint(hit, Hint(expected=False))
 
     def _target(
         self, action: KVHintAction, namespace: Namespace, own: Tokens | None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sagellm.core.errors import BookkeepingError, ConfigError
 from sagellm.core.protocols.checkpoints import CheckpointIndex
+from sagellm.core.protocols.eviction import Hint, bonus_of
 from sagellm.kvmgr.eviction._base import FEW, MAX_STALE
 from sagellm.kvmgr.eviction.adaptive.history import CLOSED, OpenRecords
 from sagellm.kvmgr.eviction.adaptive.reuse_model import AGE_ENDS_S, ReuseModel, age_bin
@@ -38,6 +39,7 @@ class CheckpointRecord:
 
     `reason`: `END`, `JUNCTION` or from `BEFORE_END` on; `num_new`: blocks of that prompt which no earlier one
     had; `turn`: places in a row that continue each other; `latest`: the place that continued it last;
+    `hint`: the last one since its last use; `bonus_s`: seconds by which retention makes it look younger;
     `stamp`: counts the values that it had.
     """
 
@@ -53,7 +55,13 @@ class CheckpointRecord:
     latest: CheckpointRecord | None = None
     kind: int = 0
     open_index: int = CLOSED
+    hint: Hint | None = None
+    bonus_s: float = 0.0
     stamp: int = 0
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since its last use, less the bonus."""
+        return max(0.0, now_s - self.used_s - self.bonus_s)
 
 
 class CheckpointRetention:
@@ -76,6 +84,7 @@ class CheckpointRetention:
         self._rates = _Rates()
         self._records: OrderedDict[int, CheckpointRecord] = OrderedDict()
         self._resident: dict[int, CheckpointRecord] = {}
+        self._hinted: set[int] = set()
         self._by_value: list[tuple[float, int, int]] = []
         self._due: list[tuple[float, int, int]] = []
 
@@ -93,6 +102,7 @@ class CheckpointRetention:
         """
         if not keys:
             return []
+        self._forget_hints(self._hinted.intersection(keys), now_s)
         before = self._deepest(keys, num_known)
         if before is not None:
             self._close(before, now_s)
@@ -154,6 +164,18 @@ class CheckpointRetention:
         if above is not None:
             self._rank(self._resident[above], now_s)
 
+    def hint(self, key: int, hint: Hint, now_s: float) -> None:
+        """Rank a checkpoint by a hint: first if it has ended, last if it is wanted, else as if used later."""
+        record = self._records.get(key)
+        if record is None:
+            return
+        self._hinted.add(key)
+        record.hint = hint.over(record.hint)
+        if hint.duration_s is not None:
+            record.bonus_s = max(record.bonus_s, bonus_of(hint, now_s - record.used_s))
+        if key in self._resident:
+            self._rank(record, now_s)
+
     def check(self) -> None:
         """Raises `BookkeepingError` for a checkpoint without a record or a rank."""
         ranked = {(key, stamp) for _, key, stamp in self._by_value}
@@ -165,6 +187,11 @@ class CheckpointRetention:
 
     def _value(self, record: CheckpointRecord, now_s: float) -> float:
         """Tokens saved per second and byte. A dropped checkpoint behind it adds its uses."""
+        hint = record.hint
+        if hint is not None and hint.wanted:
+            return math.inf
+        if hint is not None and (hint.ended or hint.superseded):
+            return 0.0
         rate = 0.0
         place: CheckpointRecord | None = record
         for _ in range(MAX_HEIRS):
@@ -176,15 +203,16 @@ class CheckpointRetention:
         return rate * saved_tokens / max(1, freed_bytes)
 
     def _rate(self, record: CheckpointRecord, now_s: float) -> float:
-        return self._rates.rate(record.kind, now_s - record.used_s)
+        return self._rates.rate(record.kind, record.age_s(now_s))
 
     def _rank(self, record: CheckpointRecord, now_s: float) -> None:
         """Give a checkpoint the place of its value now."""
         record.stamp += 1
         heapq.heappush(self._by_value, (self._value(record, now_s), record.key, record.stamp))
-        end_s = AGE_ENDS_S[age_bin(now_s - record.used_s)]
+        end_s = AGE_ENDS_S[age_bin(record.age_s(now_s))]
         if end_s < math.inf:
-            heapq.heappush(self._due, (record.used_s + end_s, record.key, record.stamp))
+            due_s = record.used_s + record.bonus_s + end_s
+            heapq.heappush(self._due, (due_s, record.key, record.stamp))
 
     def _rank_all(self, now_s: float) -> None:
         self._by_value, self._due = [], []
@@ -192,6 +220,17 @@ class CheckpointRetention:
             self._rank(record, now_s)
 
     # -- uses
+
+    def _forget_hints(self, keys: set[int], now_s: float) -> None:
+        """Hints hold until the next use of a prefix, but for other requests that wait for it."""
+        for key in keys:
+            record = self._records[key]
+            wanted_by, record.bonus_s = None if record.hint is None else record.hint.wanted_by, 0.0
+            record.hint = Hint(wanted_by=wanted_by) if wanted_by else None
+            if not wanted_by:
+                self._hinted.discard(key)
+            if key in self._resident:
+                self._rank(record, now_s)
 
     def _wanted(self, end: int, num_known: int) -> dict[int, int]:
         """Depths where a prompt of `end` blocks should have a checkpoint, ascending, and why."""
@@ -244,6 +283,7 @@ class CheckpointRetention:
                 self._rates.end(record)
                 record.latest = None
                 del self._records[key]
+                self._hinted.discard(key)
 
 
 class _Rates:
