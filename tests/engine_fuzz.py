@@ -1,5 +1,5 @@
 """Random workloads through whole engines: every policy, strategy, index and pool, with overlap, swap, quotas,
-pins, forks, aborts, random preemption and proposed tokens.
+pins, forks, aborts, random preemption, hints, retention and proposed tokens.
 
     python -m tests.engine_fuzz --seconds 600 --seed 1
 
@@ -22,9 +22,19 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
+from sagellm.core.kv_hints import KVHintsEnvelope
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.registry import registry
-from sagellm.core.types import SLO, AttentionChunk, FinishReason, Namespace, Request, Tokens, Window
+from sagellm.core.types import (
+    SLO,
+    AttentionChunk,
+    FinishReason,
+    Namespace,
+    Request,
+    Retention,
+    Tokens,
+    Window,
+)
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -238,6 +248,11 @@ class Run:
         if self._pins:
             self.engine.kv.unpin_prefix(self._pins.pop())
 
+    def hint(self, action: str, tokens: list[int], tenant: str) -> None:
+        actions = [{"action_type": action, "payload": {"token_ids": tokens}}]
+        [outcome] = self.engine.hint(KVHintsEnvelope.parse({"actions": actions}), Namespace(tenant=tenant))
+        self.seen[f"hint {outcome.status.value}"] += 1
+
     def step(self, seconds: float) -> None:
         self.clock.advance(seconds)
         for output in self.engine.step():
@@ -323,6 +338,7 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
         priority=draw.choice([0, 0, 0, 5, -5]),
         arrival_s=run.clock.now(),
         slo=draw.choice([SLO(), SLO(ttft_s=1.0, tpot_s=0.1)]),
+        retention=draw.choice([(), (), (Retention(0, draw.randrange(1, 40), 80, 5.0),)]),
     )
 
 
@@ -340,6 +356,9 @@ def _disturb(draw: random.Random, run: Run, step: int) -> None:
         run.engine.kv.clear_cache()
     elif chance < 0.11:
         run.engine.compact()
+    elif chance < 0.14:
+        action = draw.choice(["session.end", "kv.retain", "kv.expect"])
+        run.hint(action, TEXTS[0][: draw.choice([16, 32, 96])], draw.choice(TENANTS))
 
 
 def _shares(draw: random.Random, names: tuple[str, ...]) -> dict[str, dict[str, float]]:

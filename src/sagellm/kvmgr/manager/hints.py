@@ -31,7 +31,8 @@ Session = tuple[str, str]
 class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
-    Hints hold for the blocks of the index, and for `checkpoints` of recurrent states behind them. It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
+    Hints hold for the blocks of the index, and for `checkpoints` of recurrent states behind them. It keeps
+    the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
     """
 
     def __init__(

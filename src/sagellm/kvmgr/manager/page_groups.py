@@ -300,14 +300,14 @@ class PageGroups:
         """Whether a request of `num_blocks` can begin with these leading blocks, alone.
 
         Then it fits beside the leading blocks and the checkpoints of `pinned` prefixes, and beside the
-        checkpoint that it begins with. True also where it would not fit without the hit.
+        checkpoint that it begins with. True also where it fits only with what it shares with them.
         """
         assert self.checkpoints is not None
         pages, state_pages = self.pages_of(num_blocks), self.checkpoints.state_pages
         held, ends = set().union(*pinned), {ids[-1] for ids in pinned}
         left = self._pool.total_blocks - self.per_block * len(held) - state_pages * len(ends)
         saved = len(held.intersection(leads)) + (state_pages if leads[-1] in ends else 0)
-        return pages + state_pages - saved <= left or pages > left
+        return pages + state_pages - saved <= left or (saved > 0 and pages > left)
 
     def free_passed(self, num_free: int, donors: Collection[RequestBlocks]) -> None:
         """Free own pages that windows have passed, until so many are free.
