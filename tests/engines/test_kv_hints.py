@@ -129,7 +129,8 @@ def test_what_sessions_share_is_not_ended_with_one_of_them(index: str) -> None:
 )
 def test_sessions_are_bounded(limit: dict[str, int], forgets: bool) -> None:
     engine = small_engine(num_blocks=40)
-    engine.kv.hints = KVHints(engine.kv.index, engine.kv.namespace_of, engine.clock.now, **limit)
+    kv = engine.kv
+    kv.hints = KVHints(kv.index, kv.namespace_of, engine.clock.now, checkpoints=None, **limit)
     serve(engine, session("a", OLD), session("b", YOUNG), session("a", OLD), session("c", range(40, 57)))
     found = {name: status(engine, hints("session.end", session_id=name))[0] for name in "abc"}
     forgotten = HintStatus.NOT_FOUND if forgets else HintStatus.APPLIED

@@ -40,8 +40,8 @@ class KVHints:
         index: PrefixReuseIndex,
         namespace_of: Callable[[Namespace], Namespace],
         now: Callable[[], float],
-        checkpoints: Checkpoints | None = None,
         *,
+        checkpoints: Checkpoints | None = None,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:

@@ -146,7 +146,7 @@ class KVCacheManager:
         self._registrar = PrefixRegistrar(*parts, prefix_caching=prefix_caching)
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
-        self.hints = KVHints(index, sharing.namespace_of, now, self.checkpoints)
+        self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints)
         state_pages = 0 if self.checkpoints is None else self.checkpoints.state_pages
         self.pins = PinnedPrefixes(
             index, pool.total_blocks // self.num_groups, max_pinned_share, cdiv(state_pages, self.num_groups)
