@@ -52,7 +52,7 @@ class CheckpointPolicy(Protocol):
         """A checkpoint was dropped, or cannot be chosen for now."""
 
     def hint(self, key: int, hint: Hint, now_s: float) -> None:
-        """What became known of a checkpoint since its last use; nothing if it has none."""
+        """Note what became known of a place since its last use."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where its books disagree."""

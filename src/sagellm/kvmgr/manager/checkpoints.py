@@ -153,7 +153,7 @@ class Checkpoints:
             self.need(lead)
 
     def _breakpoints(self, state: RequestState) -> set[int]:
-        """The depths at which the client asked for retention of a part of its prompt."""
+        """The depths at which retention of a part of the prompt stops."""
         stops = {bias.stop // self._pool.block_size for bias in state.request.retention if bias.stop}
         return {depth for depth in stops if 0 < depth * self._pool.block_size <= state.num_prompt_tokens}
 

@@ -105,7 +105,7 @@ class KVHints:
     # -- inside
 
     def _hint(self, hit: PrefixHit, hint: Hint) -> int:
-        """Hint the last blocks of a hit and the checkpoints behind them; returns how many blocks."""
+        """Hint the last blocks of a hit, and the checkpoints there; returns their number."""
         num_blocks = self._index.hint(hit, hint)
         if self._checkpoints is not None and num_blocks:
             self._checkpoints.hint(hit, num_blocks, hint)

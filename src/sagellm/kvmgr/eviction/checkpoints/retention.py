@@ -165,7 +165,10 @@ class CheckpointRetention:
             self._rank(self._resident[above], now_s)
 
     def hint(self, key: int, hint: Hint, now_s: float) -> None:
-        """Rank a checkpoint by a hint: first if it has ended, last if it is wanted, else as if used later."""
+        """Rank a checkpoint by a hint.
+
+        What has ended goes first and what is wanted last; what is retained counts as used later.
+        """
         record = self._records.get(key)
         if record is None:
             return
@@ -222,7 +225,7 @@ class CheckpointRetention:
     # -- uses
 
     def _forget_hints(self, keys: set[int], now_s: float) -> None:
-        """Hints hold until the next use of a prefix, but for other requests that wait for it."""
+        """A use ends the hints of a prefix, but for other waiting requests."""
         for key in keys:
             record = self._records[key]
             wanted_by, record.bonus_s = None if record.hint is None else record.hint.wanted_by, 0.0
