@@ -49,15 +49,15 @@ class KeptPrefix:
 class RequestCheckpoints:
     """Of one running request. `wanted`: depths in blocks at which checkpoints should be made, ascending.
 
-    `made`: its own checkpoints by depth. `executed`: those that a step has written. `rolling`: the depth of
-    the last one that was made in decode, 0 before. `begins_with`: the leading block whose checkpoint it
-    begins with, until its first step is executed.
+    `made`: its own checkpoints by depth (`RequestBlocks.kept_states`). `executed`: those that a step has
+    written. `rolling`: the depth of the last one that was made in decode, 0 before. `begins_with`: the
+    leading block whose checkpoint it begins with, until its first step is executed.
     """
 
     wanted: list[int]
     begins_with: int
     depth: int
-    made: dict[int, Allocation] = field(default_factory=dict)
+    made: dict[int, Allocation]
     executed: set[int] = field(default_factory=set)
     rolling: int = 0
 
@@ -148,7 +148,7 @@ class Checkpoints:
             state.checkpoint_depths = sorted({*places, *self._breakpoints(state)})
         depths = [*state.checkpoint_depths, self._last_of_answer(state)]
         wanted = [depth for depth in depths if depth > len(leads)]
-        self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads))
+        self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads), blocks.kept_states)
         if leads:
             self.need(lead)
 
@@ -270,11 +270,9 @@ class Checkpoints:
                 self._retention.hint(key, Hint(bias.priority, bias.duration_s), self._now())
 
     def release(self, blocks: RequestBlocks) -> None:
-        """The request leaves the batch."""
+        """The request leaves the batch; its own checkpoints are free."""
         self._begun(blocks)
-        own = self._requests[blocks]
-        for depth in list(own.made):
-            self._free(own, depth)
+        blocks.kept_states.clear()
         del self._requests[blocks]
         if blocks.num_shared and not self._num_over[blocks.block_ids[blocks.num_shared - 1]]:
             self._unneeded.append((blocks.state.tokens, blocks.hit.namespace, blocks.num_shared))

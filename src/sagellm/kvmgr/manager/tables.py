@@ -78,7 +78,8 @@ class RequestBlocks:
     the blocks behind them are `own`, one for one. Once a sliding window has freed blocks of the request
     (`is_windowed`), its first `num_shared` entries mean nothing.
 
-    `pages`: what it has in KV groups behind the first, where there are several.
+    `pages`: what it has in KV groups behind the first, where there are several. `kept_states`: checkpoints of
+    its recurrent state that are not in the index, by depth in blocks.
 
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
     backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
@@ -91,6 +92,7 @@ class RequestBlocks:
     num_shared: int
     num_reused_blocks: int
     pages: list[RequestPages] = field(default_factory=list)
+    kept_states: dict[int, Allocation] = field(default_factory=dict)
     is_windowed: bool = False
     unsent_from: int | None = None
     unsent_since: int = 0
@@ -101,8 +103,8 @@ class RequestBlocks:
         return 1 + sum(len(pages.tables) for pages in self.pages)
 
     def allocations(self) -> list[Allocation]:
-        """What it owns, of all groups."""
-        return [self.own, *(pages.own for pages in self.pages)]
+        """What it owns, of all groups and recurrent states."""
+        return [self.own, *(pages.own for pages in self.pages), *self.kept_states.values()]
 
     def blocks_at(self, position: int) -> list[int]:
         """The block of each group at this index of its table."""
