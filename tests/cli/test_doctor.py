@@ -145,7 +145,12 @@ def test_a_folder_of_the_home_is_found_as_serve_finds_it(
 
 
 def test_a_model_of_the_hub_may_come(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0").exit_code == 0
+    told = cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0")
+    assert told.exit_code == 0
+    assert "sagellm pull Qwen/Qwen3-0.6B fetches it" in told.stdout
+    assert "ready to serve" not in told.stdout
+    told = cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0", "--offline")
+    assert told.exit_code == 2
 
 
 def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +160,9 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
     told = cli("doctor", "--port", "0", "--set", "engine.kernels=off").stdout
     assert "3840 bytes of KV per token: 1488 tokens, 5.7 MB of 5.8 MB (25% of what is free)" in told
     assert "room for 2 requests of 512 tokens at once" in told
-    assert "48 tokens" in cli("doctor", "--port", "0", "--num-blocks", "3").stdout
+    told = cli("doctor", "--port", "0", "--num-blocks", "3").stdout
+    assert "48 tokens" in told
+    assert "room for one request of at most 48 of the 512 tokens that the model takes" in told
     assert (
         "256 tokens"
         in cli("doctor", "--port", "0", "--set", "scheduler.max_num_seqs=1", "--max-model-len", "256").stdout
@@ -176,8 +183,8 @@ def test_groups_of_layers_and_their_padding_are_told(cli: Any, tmp_path: Path) -
     assert told.exit_code == 0
     [line] = [line.strip() for line in told.stdout.splitlines() if "KV groups" in line]
     assert line == (
-        "KV groups of 2 to 3 layers: 1 whole, 3 with windows of 13 tokens; behind those a token takes 2048 "
-        "bytes; padding: 896 of 8192 bytes per token"
+        "4 KV groups of 2 to 3 layers: 1 with full attention, 3 with windows of 13 tokens; a token behind "
+        "these keeps 2048 bytes; padding: 896 of 8192 bytes per token"
     )
 
 
@@ -187,7 +194,7 @@ def test_layers_with_chunks_are_told(cli: Any, tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     told = cli("doctor", "-m", str(tmp_path), "--port", "0")
     assert told.exit_code == 0
-    assert "KV groups of 2 layers: 1 whole, 2 with chunks of 32 tokens" in told.stdout
+    assert "3 KV groups of 2 layers: 1 with full attention, 2 with chunks of 32 tokens" in told.stdout
 
 
 @pytest.mark.usefixtures("model")
@@ -240,7 +247,8 @@ def test_what_serve_refuses_is_refused_in_the_same_words(
 @pytest.mark.parametrize(
     "options",
     [("--max-model-len", "100000"), ("--device", "nowhere"), ("--num-blocks", "1000000000"),
-     ("--set", "kv.swap_space_gb=4000"), ()],
+     ("--set", "kv.swap_space_gb=4000"), ("--set", "kv.eviction=lur"), ("--set", "kv.pool=fre"),
+     ("--set", "scheduler.strategy=fiffo"), ()],
 )  # fmt: skip
 def test_what_serve_refuses_of_sound_weights(
     cli: Any, model: Path, tmp_path: Path, options: tuple[str, ...]

@@ -247,3 +247,15 @@ def test_text_that_is_not_utf8_is_refused() -> None:
 @pytest.mark.parametrize("text", ["", "none"])
 def test_an_empty_list_as_text(text: str) -> None:
     assert resolve([given_layer({"server.cors_origins": text})]).config.server.cors_origins == ()
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({"a": 0.5}, r"kv.tenant_shares\['a'\] = 0.5 .*valid dictionary \[.*{NAME: {guaranteed: 0.25, "),
+        ({"a": {"guarantee": 0.5}}, r"kv.tenant_shares\['a'\]\['guarantee'\] = 0.5 .*not permitted"),
+    ],
+)
+def test_an_error_names_the_place_inside_of_a_value(shares: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve([given_layer({"kv.tenant_shares": shares}, "command line")])

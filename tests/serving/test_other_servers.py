@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from sagellm.serving.other_names import ENDPOINT_OF, OF_OTHER_SERVERS, RENAMED
 from sagellm.serving.schema import (
     IGNORED_HEADER,
     MESSAGE_NEUTRAL,
     NEUTRAL,
-    OF_OTHER_SERVERS,
-    RENAMED,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
@@ -124,6 +123,12 @@ def test_unknown_fields_and_those_of_other_requests_stay_refused(live: Live) -> 
     for field in ("grammar", "json_schema", "regex"):  # what a text may be is not ignored
         error = live.http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {field: "a+"}).json()["error"]
         assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+
+
+def test_a_prompt_in_the_form_of_another_endpoint_is_sent_there(live: Live) -> None:
+    for path, name in ((CHAT, "prompt"), (COMPLETIONS, "messages")):
+        error = live.http.post(path, json=BODIES[path] | {name: "x"}).json()["error"]
+        assert error["message"] == f"unknown field {name!r}. It belongs to POST {ENDPOINT_OF[name]}."
 
 
 @pytest.mark.parametrize("name", RENAMED)

@@ -55,8 +55,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 def doctor(*, model: Model, settings: ServerSettings) -> None:
     """Show what is installed, and whether a model fits and can be served.
 
-    The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
-    cannot be served.
+    The exit status is 0 if it can be served or has to be fetched first, 1 if a package or the demo model
+    is missing, 2 if MODEL cannot be served as configured.
     """
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     missing = _report_packages()
@@ -79,8 +79,12 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     _report_port(config)
     named = config.model.device
     matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
-    _report_fit(config, (matching or found)[0])  # the first one for auto
-    print("\nready to serve")
+    is_known = _report_fit(config, (matching or found)[0])  # the first one for auto
+    print(
+        "\nready to serve"
+        if is_known
+        else "\nready; whether the model can be served is known once it is here"
+    )
 
 
 def _report_packages() -> list[str]:
@@ -132,17 +136,21 @@ def _report_port(config: Config) -> None:
     _line("address", f"{where} {state}")
 
 
-def _report_fit(config: Config, device: LocalDevice) -> None:
-    """Print how the configured model fits. Raises `ModelError` if it cannot be served."""
+def _report_fit(config: Config, device: LocalDevice) -> bool:
+    """Print how the configured model fits. Raises `ModelError` if it cannot be served; returns whether it
+    is on this machine.
+    """
+    from sagellm.engines.build import build_kv, build_passes
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 
     print(f"\nwhat fits on {device.name}")
     name = config.model.name
     may_be_hub_name = name and _HUB_NAME.fullmatch(name) and not Path(name).exists()
-    if name and may_be_hub_name and not is_cached(name, config.model.revision):
+    may_come = may_be_hub_name and not config.model.offline
+    if name and may_come and not is_cached(name, config.model.revision):
         print(f"  {name}: no such folder, and not in the local cache; sagellm pull {name} fetches it")
-        return
+        return False
     shown = name or "the demo model"
     found = {"name": name or str(DEMO_MODEL), "offline": True}
     config = config.model_copy(update={"model": config.model.model_copy(update=found)})
@@ -150,6 +158,8 @@ def _report_fit(config: Config, device: LocalDevice) -> None:
         size = model_footprint(config)
         _print_size(shown, size)
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
+        build_kv(config.kv, blocks)  # for what they refuse: names and options of plug-ins
+        build_passes(config.scheduler)
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
         print()
@@ -163,7 +173,11 @@ def _report_fit(config: Config, device: LocalDevice) -> None:
         print(f"    {line}")
     if size.state_bytes:
         print(f"    recurrent states: {as_text(size.state_bytes)} for each sequence that runs")
-    print(f"    room for {tokens // context} requests of {context} tokens at once")
+    if tokens < context:
+        print(f"    room for one request of at most {tokens} of the {context} tokens that the model takes")
+    else:
+        print(f"    room for {tokens // context} requests of {context} tokens at once")
+    return True
 
 
 def _kv_groups(size: Footprint) -> Iterator[str]:
@@ -172,15 +186,16 @@ def _kv_groups(size: Footprint) -> Iterator[str]:
         return
     counts = sorted({len(group.layers) for group in size.kv_groups})
     layers = " to ".join(map(str, [counts[0], counts[-1]][: len(counts)]))
+    layers += " layer" if counts == [1] else " layers"
     whole = [group for group in size.kv_groups if group.window is None]
     each = size.kv_bytes_per_token // len(size.kv_groups)
     others = [group.window for group in size.kv_groups if group.window is not None]
     chunked = any(isinstance(window, AttentionChunk) for window in others)
     sizes = ", ".join(map(str, sorted(set(map(width, others)))))
     yield (
-        f"KV groups of {layers} layers: {len(whole)} whole, "
-        f"{len(others)} with {'chunks' if chunked else 'windows'} of {sizes} tokens; "
-        f"behind those a token takes {each * len(whole)} bytes; "
+        f"{len(size.kv_groups)} KV groups of {layers}: {len(whole)} with full attention, "
+        f"{len(others)} with {'chunks' if chunked else 'windows'} of {sizes} tokens; a token behind these "
+        f"keeps {each * len(whole)} bytes; "
         f"padding: {size.kv_padding_per_token} of {size.kv_bytes_per_token} bytes per token"
     )
 

@@ -121,11 +121,11 @@ class KVConfig(Section):
         False, "cache a prompt's blocks chunk by chunk, not once all of it is computed"
     )
     checkpoint_interval: Positive = key(
-        256, "tokens of an answer after which a recurrent state is kept; only models that have such states"
+        256, "tokens between checkpoints of a recurrent state in decode; for models that have such states"
     )
     max_pinned_share: Fraction = key(0.25, "share of the pool that pinned prefixes may hold")
     tenant_shares: dict[str, ShareConfig] = key(
-        {}, "KV quotas by tenant: guaranteed and ceiling, shares of the pool"
+        {}, "KV quotas by tenant, shares of the pool: {NAME: {guaranteed: 0.25, ceiling: 0.5}}"
     )
     class_shares: dict[str, ShareConfig] = key({}, "KV quotas by class of service, the same way")
     sharing_groups: dict[str, tuple[str, ...]] = key(

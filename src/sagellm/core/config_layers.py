@@ -203,10 +203,11 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"][:2])
-        message = problem["msg"].removeprefix("Value error, ")
+        message = re.sub(r" or instance of \w+", "", problem["msg"].removeprefix("Value error, "))
         if key in origins:
+            within = "".join(f"[{part!r}]" for part in problem["loc"][2:])
             shown = "..." if key in SECRET_KEYS else repr(problem["input"])
-            lines.append(f"{key} = {shown} ({origins[key]}): {message} [{describe(key)}]")
+            lines.append(f"{key}{within} = {shown} ({origins[key]}): {message} [{describe(key)}]")
         else:
             lines.append(f"{key}: {message}")
     return "; ".join(lines)

@@ -266,8 +266,8 @@ def _kv_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
         log.warning("no prefix is reused: recurrent states do not go with shares of the pool")
         return config.model_copy(update={"prefix_caching": False})
     log.info(
-        "a prefix is reused from %d tokens on, where its recurrent state was kept; a kept state takes %d of "
-        "%d blocks",
+        "a prefix is reused from %d tokens on, where there is a checkpoint of its recurrent state; a "
+        "checkpoint takes %d of %d blocks",
         schema.block_size,
         schema.state_pages,
         capability.num_blocks,

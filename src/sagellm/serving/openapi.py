@@ -25,6 +25,7 @@ from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.explain import ExplainRequest
 from sagellm.serving.gateway import Gateway
+from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
 
 Schema = dict[str, Any]
@@ -307,7 +308,7 @@ def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) ->
         for name in sorted(schema.WITHOUT_EFFECT):
             properties.setdefault(name, WITHOUT)
     if issubclass(model, schema.GenerationFields):
-        properties |= dict.fromkeys(sorted(schema.OF_OTHER_SERVERS), IGNORED)
+        properties |= dict.fromkeys(sorted(OF_OTHER_SERVERS), IGNORED)
     return {
         "type": "object",
         "description": found["description"] + BEYOND_SCHEMA * issubclass(model, schema.GenerationFields),
