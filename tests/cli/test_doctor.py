@@ -183,7 +183,7 @@ def test_groups_of_layers_and_their_padding_are_told(cli: Any, tmp_path: Path) -
     assert told.exit_code == 0
     [line] = [line.strip() for line in told.stdout.splitlines() if "KV groups" in line]
     assert line == (
-        "4 KV groups of 2 to 3 layers: 1 with full attention, 3 with windows of 13 tokens; a token behind "
+        "4 KV groups of 2 to 3 layers: 1 for all tokens, 3 for windows of 13 tokens; a token behind "
         "these keeps 2048 bytes; padding: 896 of 8192 bytes per token"
     )
 
@@ -194,7 +194,7 @@ def test_layers_with_chunks_are_told(cli: Any, tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     told = cli("doctor", "-m", str(tmp_path), "--port", "0")
     assert told.exit_code == 0
-    assert "3 KV groups of 2 layers: 1 with full attention, 2 with chunks of 32 tokens" in told.stdout
+    assert "3 KV groups of 2 layers: 1 for all tokens, 2 for chunks of 32 tokens" in told.stdout
 
 
 @pytest.mark.usefixtures("model")

@@ -193,8 +193,8 @@ def _kv_groups(size: Footprint) -> Iterator[str]:
     chunked = any(isinstance(window, AttentionChunk) for window in others)
     sizes = ", ".join(map(str, sorted(set(map(width, others)))))
     yield (
-        f"{len(size.kv_groups)} KV groups of {layers}: {len(whole)} with full attention, "
-        f"{len(others)} with {'chunks' if chunked else 'windows'} of {sizes} tokens; a token behind these "
+        f"{len(size.kv_groups)} KV groups of {layers}: {len(whole)} for all tokens, "
+        f"{len(others)} for {'chunks' if chunked else 'windows'} of {sizes} tokens; a token behind these "
         f"keeps {each * len(whole)} bytes; "
         f"padding: {size.kv_padding_per_token} of {size.kv_bytes_per_token} bytes per token"
     )
