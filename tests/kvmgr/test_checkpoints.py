@@ -16,8 +16,9 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
+from sagellm.core.protocols.prefix_cache import SpanState
 from sagellm.core.types import NO_ACCOUNT, Namespace, Request, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build import build_engine, build_kv, load_config
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.manager import KVCacheManager
 from tests.builders import fake_engine, request, run_all
@@ -166,6 +167,50 @@ def test_a_later_bind_that_fails_leaves_the_checkpoints_of_the_step() -> None:
     kv.rollback(binding)
     kv.check()
     assert kv.pool.num_free == 23
+
+
+def test_an_explanation_ends_its_hit_where_a_state_was_kept() -> None:
+    """What is cached and cannot be continued is computed again, and the explanation says so."""
+    config = KVConfig(block_size=BLOCK, miss_attribution=True)
+    kv = build_kv(config, 64, state_pages=1, max_chunk=1 << 20)
+
+    def explained(tokens: list[int]) -> list[tuple[SpanState, int, int]]:
+        spans = kv.explain(Tokens(tokens), Namespace()) or []
+        return [(span.state, span.start, span.stop) for span in spans]
+
+    first, edited = [1] * 33, [1] * 16 + [2] * 17
+    serve(kv, "first", first)
+    hit, incomplete, never_seen = SpanState.HIT, SpanState.INCOMPLETE, SpanState.NEVER_SEEN
+    partial = (SpanState.PARTIAL_BLOCK, 32, 33)
+    assert explained(first) == [(hit, 0, 32), partial]
+    assert explained(first[:32]) == [(hit, 0, 32)]  # the last block is computed for its logits
+    assert explained(edited) == [(incomplete, 0, 16), (never_seen, 16, 32), partial]
+    assert explained(first[:24]) == [(incomplete, 0, 24)]  # the state behind it serves only longer prompts
+    serve(kv, "edited", edited)
+    assert explained([1] * 18) == [(hit, 0, 16), (SpanState.PARTIAL_BLOCK, 16, 18)]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "said"),
+    [
+        (
+            6,
+            "no prefix is reused: a checkpoint of recurrent state takes 5 blocks, there are 6",
+        ),
+        (7, "a checkpoint of its recurrent state, in prompts of up to 8 tokens; a checkpoint takes 5 of 7"),
+    ],
+)
+def test_the_log_says_what_is_reused(num_blocks: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    backend = TokenMemoryBackend(num_blocks=num_blocks, block_size=BLOCK, state_pages=5, max_model_len=24)
+    config = load_config(cli={"kv.block_size": BLOCK}, environ={}).config
+    engine = build_engine(config, backend)
+    assert said in caplog.text
+    for name in ("first", "second"):
+        engine.add(request(name, range(8), 1))
+        run_all(engine)
+    assert engine.kv.metrics is not None
+    assert (engine.kv.metrics.snapshot().num_hit_tokens > 0) == (num_blocks == 7)
 
 
 def test_pinned_prefixes_count_the_state_behind_them() -> None:

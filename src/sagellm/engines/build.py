@@ -265,10 +265,21 @@ def _kv_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
     if config.tenant_shares or config.class_shares:
         log.warning("no prefix is reused: recurrent states do not go with shares of the pool")
         return config.model_copy(update={"prefix_caching": False})
+    fewest = schema.state_pages + 2 * schema.num_groups  # a block that is reused and one that is computed
+    if capability.num_blocks < fewest:
+        log.warning(
+            "no prefix is reused: a checkpoint of recurrent state takes %d blocks, there are %d; "
+            "kv.num_blocks of %d or more would do",
+            schema.state_pages,
+            capability.num_blocks,
+            fewest,
+        )
+        return config.model_copy(update={"prefix_caching": False})
     log.info(
-        "a prefix is reused from %d tokens on, where there is a checkpoint of its recurrent state; a "
-        "checkpoint takes %d of %d blocks",
+        "a prefix is reused from %d tokens on, where there is a checkpoint of its recurrent state, in "
+        "prompts of up to %d tokens; a checkpoint takes %d of %d blocks",
         schema.block_size,
+        (capability.num_blocks - schema.state_pages) // schema.num_groups * schema.block_size,
         schema.state_pages,
         capability.num_blocks,
     )

@@ -13,6 +13,7 @@ GIB = 2**30
 class CacheSpan(Body):
     """Tokens `[start, stop)` of a prompt, and what the cache knows of them.
 
+    `incomplete`: cached, but computed again, since a window or recurrent state was not kept with them.
     `partial_block`: they fill no block. `unknown`: never seen, or evicted so long ago that it is forgotten.
     Of evicted ones: how long ago the first of them went, why, for which request (the part of its answer's id
     behind the hyphen; null for other tenants' requests), and the blocks and GiB by which LRU's memory was too
@@ -21,7 +22,7 @@ class CacheSpan(Body):
 
     start: int
     stop: int
-    state: Literal["hit", "evicted", "never_seen", "unknown", "partial_block"]
+    state: Literal["hit", "incomplete", "evicted", "never_seen", "unknown", "partial_block"]
     tier: Literal["device"] | None = None
     seconds_ago: float | None = None
     cause: str | None = None

@@ -205,9 +205,14 @@ class MissCounts(NamedTuple):
 
 
 class SpanState(Enum):
-    """What the cache knows of a part of a prompt. UNKNOWN: never seen, or its eviction is forgotten."""
+    """What the cache knows of a part of a prompt.
+
+    INCOMPLETE: cached, but computed again, since a window or recurrent state was not kept with it. UNKNOWN:
+    never seen, or its eviction is forgotten.
+    """
 
     HIT = "hit"
+    INCOMPLETE = "incomplete"
     EVICTED = "evicted"
     NEVER_SEEN = "never_seen"
     UNKNOWN = "unknown"

@@ -285,7 +285,8 @@ class KVCacheManager:
         """What the cache knows of a prompt; None without `kv.miss_attribution`."""
         if self.misses is None:
             return None
-        return self.misses.explain(self.index, tokens, self.namespace_of(namespace))
+        namespace = self.namespace_of(namespace)
+        return self.quotes.usable(self.misses.explain(self.index, tokens, namespace), tokens, namespace)
 
     def append_blocks(self, states: Sequence[RequestState]) -> None:
         """Append a block for each request in decode, without a binding.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.prefix_cache import PrefixHit, ReuseRecorder
+from sagellm.core.protocols.prefix_cache import PrefixHit, PromptSpan, ReuseRecorder, SpanState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
@@ -92,6 +92,19 @@ class Quotes:
             return True
         pinned = [self._index.block_ids(pinned) for pinned in self._pins.hits if pinned.num_blocks]
         return self._pages.can_hit(self._index.block_ids(hit), num_blocks, pinned)
+
+    def usable(self, spans: list[PromptSpan], tokens: Tokens, namespace: Namespace) -> list[PromptSpan]:
+        """The spans of a prompt, its hit cut where a request can go on.
+
+        Of a prompt that is cached whole the last block stays: a request computes it for its logits.
+        """
+        if self._pages is None or not spans or spans[0].state is not SpanState.HIT:
+            return spans
+        end, stop = spans[0].stop, self.lookup(tokens, namespace, len(tokens) - 1).num_tokens
+        if stop == end or (end == len(tokens) and stop == end - self.block_size):
+            return spans
+        cut = [PromptSpan(0, stop, SpanState.HIT)] if stop else []
+        return [*cut, PromptSpan(stop, end, SpanState.INCOMPLETE), *spans[1:]]
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether the running request whose block the hit would copy has it."""
