@@ -53,6 +53,8 @@ def test_dropping_a_checkpoint_evicts_the_blocks_that_only_it_needed() -> None:
     for number in range(12):  # each: 8 blocks, and checkpoints behind 6, 7 and 8 of them
         serve(kv, f"r{number}", [number] * (8 * BLOCK + 1))
         kv.check()
+    num_gone = sum(kv.allocator.num_evicted.values())
+    assert num_gone >= 3 * kv.checkpoints.num_evicted > 0  # their blocks are counted as evicted, too
     needed = {lead for found in kv.checkpoints._at.values() for lead in found.leads}
     assert len(kv.checkpoints) > 2
     assert set(kv.index.all_block_ids()) == needed  # nothing else was evicted in their place
@@ -133,6 +135,27 @@ def test_a_request_keeps_its_places_when_it_is_admitted_again() -> None:
         kv.rollback(binding)
         kv.check()
     kv.clear_cache()
+
+
+def test_decoding_requests_leave_room_for_cached_prefixes() -> None:
+    """Six requests decode; their checkpoints take a quarter of the pool, two of them, and not all of it."""
+    backend = TokenMemoryBackend(num_blocks=140, block_size=BLOCK, state_pages=15, max_num_seqs=6)
+    engine = fake_engine(backend, checkpoint_interval=BLOCK, max_batched_tokens=64)
+    idle = [90] * 33
+    engine.add(request("idle", idle, 1))
+    run_all(engine)
+    for number in range(6):
+        engine.add(request(f"r{number}", [number, 1, 2], 30))
+    run_all(engine)
+    assert engine.kv.quotes.match(RequestState.of(Request("again", Tokens(idle)))).num_blocks > 0
+
+
+def test_a_single_checkpoint_in_decode_may_take_more_than_a_quarter() -> None:
+    backend = TokenMemoryBackend(num_blocks=40, block_size=BLOCK, state_pages=15)
+    engine = fake_engine(backend, checkpoint_interval=BLOCK)
+    engine.add(request("r", [1, 2, 3], 30))
+    tokens = run_all(engine)["r"]
+    assert engine.kv.quotes.match(RequestState.of(Request("next", Tokens([1, 2, 3, *tokens])))).num_blocks > 5
 
 
 def test_what_is_computed_again_of_an_answer_has_a_checkpoint() -> None:

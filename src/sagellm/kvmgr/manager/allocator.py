@@ -227,7 +227,9 @@ class BlockAllocator:
             for kept in (False, True):
                 self._groups.free_detached(self._groups.shed(self.pool.total_blocks, kept=kept))
             if self._groups.checkpoints is not None:
-                self._groups.free_detached(self._groups.checkpoints.clear())
+                pages = self._groups.checkpoints.clear()
+                self._count_evicted(len(pages), "cleared")
+                self._groups.free_detached(pages)
                 self._groups.checkpoints.drop_pending(self.pool.total_blocks)
                 while gone := self._groups.checkpoints.evict_unneeded():
                     self._return(gone, NO_ACCOUNT, "cleared")
@@ -284,7 +286,9 @@ class BlockAllocator:
             if unneeded:
                 self._return(unneeded, NO_ACCOUNT, "capacity")
             elif groups.checkpoints.num_droppable:
-                groups.free_detached(groups.checkpoints.drop_least())
+                pages = groups.checkpoints.drop_least()
+                self._count_evicted(len(pages), "capacity")
+                groups.free_detached(pages)
             else:
                 return
 
@@ -317,12 +321,15 @@ class BlockAllocator:
         self._return(evicted, account, cause)
         return len(evicted)
 
+    def _count_evicted(self, num_blocks: int, cause: str) -> None:
+        self.num_evicted[cause] = self.num_evicted.get(cause, 0) + num_blocks
+
     def _return(self, block_ids: BlockIds, account: Account, cause: str) -> None:
         """Return evicted blocks to the pool, and those that an exception kept back."""
         if self._groups is not None:
             block_ids = block_ids + self._groups.evicted(block_ids)
         if block_ids:
-            self.num_evicted[cause] = self.num_evicted.get(cause, 0) + len(block_ids)
+            self._count_evicted(len(block_ids), cause)
             self._unreturned.append((block_ids, account))
         while self._unreturned:
             self.pool.take_back(INDEX_OWNER, *self._unreturned[-1])

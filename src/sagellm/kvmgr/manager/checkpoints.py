@@ -34,6 +34,10 @@ SEEN_PER_BLOCK = 16
 """Prompts are remembered by the keys of their blocks, so many for each block of the pool."""
 
 
+ROLLING_SHARE = 0.25
+"""Of the pool, what checkpoints of requests in decode may take: else many such requests empty the cache."""
+
+
 @dataclass(slots=True, eq=False)
 class KeptPrefix:
     """A state behind `leads`, the leading blocks of its prefix, kept in `pages`."""
@@ -47,19 +51,26 @@ class KeptPrefix:
 
 @dataclass(slots=True, eq=False)
 class RequestCheckpoints:
-    """Of one running request. `wanted`: depths in blocks at which checkpoints should be made, ascending.
+    """Of one running request, whose prompt has `num_prompt_blocks` whole blocks.
 
-    `made`: its own checkpoints by depth (`RequestBlocks.kept_states`). `executed`: those that a step has
-    written. `rolling`: the depth of the last one that was made in decode, 0 before. `begins_with`: the
-    leading block whose checkpoint it begins with, until its first step is executed.
+    `wanted`: depths in blocks at which checkpoints should be made, ascending. `made`: its own checkpoints by
+    depth (`RequestBlocks.kept_states`). `executed`: those that a step has written. `rolling`: the depth of
+    the last one that was made in decode, 0 before. `begins_with`: the leading block whose checkpoint it
+    begins with, until its first step is executed.
     """
 
     wanted: list[int]
     begins_with: int
     depth: int
+    num_prompt_blocks: int
     made: dict[int, Allocation]
     executed: set[int] = field(default_factory=set)
     rolling: int = 0
+
+    @property
+    def is_rolling(self) -> bool:
+        """Whether it has a checkpoint of what it has generated."""
+        return any(depth > self.num_prompt_blocks for depth in self.made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +151,20 @@ class Checkpoints:
     def admit(self, blocks: RequestBlocks) -> None:
         """A request begins with its pinned hit."""
         leads, state = blocks.block_ids[: blocks.hit.num_blocks], blocks.state
-        lead = leads[-1] if leads else NO_LEAD
+        lead, num_prompt_blocks = (
+            leads[-1] if leads else NO_LEAD,
+            state.num_prompt_tokens // self._pool.block_size,
+        )
         if state.checkpoint_depths is None:  # one that is admitted again is no second use of its prefix
-            keys = self._keys(state, state.num_prompt_tokens // self._pool.block_size)
+            keys = self._keys(state, num_prompt_blocks)
             known = self._seen_before(keys)
             places = self._retention.places(keys, known, 0, 0, self._now())
             state.checkpoint_depths = sorted({*places, *self._breakpoints(state)})
         depths = [*state.checkpoint_depths, self._last_of_answer(state)]
         wanted = [depth for depth in depths if depth > len(leads)]
-        self._requests[blocks] = RequestCheckpoints(wanted, lead, len(leads), blocks.kept_states)
+        self._requests[blocks] = RequestCheckpoints(
+            wanted, lead, len(leads), num_prompt_blocks, blocks.kept_states
+        )
         if leads:
             self.need(lead)
 
@@ -191,9 +207,16 @@ class Checkpoints:
                 self._keep(binding, blocks, depth)
 
     def keep_before_decode(self, binding: Binding, blocks: RequestBlocks, depth: int) -> None:
-        """Let the step keep the state of a row that has filled `depth` blocks."""
+        """Let the step keep the state of a row that has filled `depth` blocks.
+
+        It takes the place of the row's last one; at least one request has one, however large it is.
+        """
         own = self._requests[blocks]
-        if depth % self._interval == 0 and depth > own.depth and depth not in own.made:
+        if depth % self._interval or depth <= own.depth or depth in own.made:
+            return
+        num_others = sum(other.is_rolling for other in self._requests.values() if other is not own)
+        most_blocks = ROLLING_SHARE * self._pool.total_blocks
+        if not num_others or (num_others + 1) * self.state_pages <= most_blocks:
             self._keep(binding, blocks, depth)
 
     def _keep(self, binding: Binding, blocks: RequestBlocks, depth: int) -> None:
