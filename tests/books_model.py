@@ -282,12 +282,24 @@ class Books:
     def check_match(self, state: RequestState, hit: PrefixHit) -> None:
         space = self.kv.namespace_of(state.request.namespace)
         blocks = self.longest(space, tuple(state.tokens)[:-1])
+        self.check_longest(space, state, blocks, hit)
         if len(self.windows) > 1 or self.state_pages:  # at most: windows and states must be there, too
             blocks = blocks[: hit.num_blocks]
         assert self.kv.index.block_ids(hit).tolist() == blocks
         tail = 0 if hit.tail is None else hit.tail.num_tokens
         assert hit.num_tokens == len(blocks) * BLOCK + tail < len(state.tokens)
         assert self.kv.index.verify(hit)
+
+    def check_longest(self, space: Namespace, state: RequestState, blocks: list[int], hit: PrefixHit) -> None:
+        """A hit reaches the deepest checkpoint, or is not used since there is no room beside it."""
+        checkpoints = self.kv.checkpoints
+        if checkpoints is None or len(self.windows) > 1:
+            return
+        behind = {self.cells[page][0] for page in checkpoints.all_pages()}
+        depths = range(len(blocks), 0, -1)
+        content = ((space, tuple(state.tokens)[: depth * BLOCK]) for depth in depths)
+        deepest = next((depth for depth, end in zip(depths, content, strict=True) if end in behind), 0)
+        assert hit.num_blocks in {0, deepest}
 
     def check_unbound(self, before: tuple[Any, int]) -> None:
         """A bind that failed or was undone has changed nothing but that cached blocks may be free."""

@@ -130,3 +130,17 @@ def test_a_breakpoint_inside_a_prompt_has_a_checkpoint() -> None:
     hinted = Hinted()
     hinted.serve([*[1] * 18, *[2] * 15], retention=(Retention(0, 18, 50, 1800.0),))
     assert hinted.serve([*[1] * 18, *[3] * 15]) == 4
+
+
+def test_the_four_deepest_breakpoints_have_a_checkpoint() -> None:
+    """A client that marks every block, or marks without a bonus, cannot fill the pool with states."""
+    hinted = Hinted()
+    marks = tuple(Retention(0, depth * BLOCK, 50, 1800.0) for depth in range(1, 7))
+    hinted.serve([1] * LENGTH, retention=(*marks, Retention(0, 7 * BLOCK, 0, 1800.0)))
+    assert [hinted.serve([*[1] * (n * BLOCK), *[n] * 5]) for n in (2, 4, 6)] == [0, 4, 6]
+
+
+def test_a_breakpoint_without_a_bonus_has_none() -> None:
+    hinted = Hinted()
+    hinted.serve([1] * LENGTH, retention=(Retention(0, 3 * BLOCK, 0, 1800.0),))
+    assert hinted.serve([*[1] * (3 * BLOCK), *[2] * 5]) == 0

@@ -33,6 +33,8 @@ NO_LEAD = -1
 SEEN_PER_BLOCK = 16
 """Prompts are remembered by the keys of their blocks, so many for each block of the pool."""
 
+MAX_BREAKPOINTS = 4
+"""Of the parts of a prompt that a client wants kept, as many as OpenAI's and Anthropic's clients may mark."""
 
 ROLLING_SHARE = 0.25
 """Of the pool, what checkpoints of requests in decode may take: else many such requests empty the cache."""
@@ -168,10 +170,11 @@ class Checkpoints:
         if leads:
             self.need(lead)
 
-    def _breakpoints(self, state: RequestState) -> set[int]:
-        """The depths at which retention of a part of the prompt stops."""
-        stops = {bias.stop // self._pool.block_size for bias in state.request.retention if bias.stop}
-        return {depth for depth in stops if 0 < depth * self._pool.block_size <= state.num_prompt_tokens}
+        """The depths at which retention ends, the deepest `MAX_BREAKPOINTS`."""
+        """The depths at which retention of a part of the prompt stops, the deepest `MAX_BREAKPOINTS`."""
+        size, wanted = self._pool.block_size, [bias for bias in state.request.retention if bias.bonus_s]
+        stops = {bias.stop // size for bias in wanted if bias.stop and bias.stop <= state.num_prompt_tokens}
+        return set(sorted(stops - {0})[-MAX_BREAKPOINTS:])
 
     def _last_of_answer(self, state: RequestState) -> int:
         """The depth of a preempted request's last checkpoint in decode, or 0.
