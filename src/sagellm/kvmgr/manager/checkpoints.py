@@ -170,8 +170,8 @@ class Checkpoints:
         if leads:
             self.need(lead)
 
+    def _breakpoints(self, state: RequestState) -> set[int]:
         """The depths at which retention ends, the deepest `MAX_BREAKPOINTS`."""
-        """The depths at which retention of a part of the prompt stops, the deepest `MAX_BREAKPOINTS`."""
         size, wanted = self._pool.block_size, [bias for bias in state.request.retention if bias.bonus_s]
         stops = {bias.stop // size for bias in wanted if bias.stop and bias.stop <= state.num_prompt_tokens}
         return set(sorted(stops - {0})[-MAX_BREAKPOINTS:])
