@@ -184,7 +184,10 @@ def _llama4_with_images() -> PreTrainedModel:
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "projector_input_dim": 16}
     vision |= {"projector_output_dim": 16, "vision_output_dim": 16}
     text = _SHAPE | _LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False}
-    return Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
+    model = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
+    # transformers 5.24 reads this of the text part, which does not give it.
+    model.language_model.register_forward_hook(lambda module, given, out: setattr(out, "image_outputs", None))
+    return model
 
 
 def _rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> PreTrainedModel:

@@ -21,11 +21,10 @@ quiet = pytest.mark.filterwarnings("ignore")
 REFUSED = {
     "bloom": "takes no position_ids",
     "bert": "attention mask is neither causal nor a causal window",
-    "codegen": "0 calls of the attention interface by 0 modules for 28 layers",
     "diffllama": "32 calls of the attention interface by 16 modules",
     "falcon_h1": "keep a state beside keys and values",
     "mamba": "takes no position_ids",
-    "gptj": "cannot build it",
+    "gpt_neo": "cannot build it",
     "gemma4_text": "keys and values of different shapes",
     "deepseek_v32": "its attention takes indices",
     "doge": "attention mask is neither causal",
