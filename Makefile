@@ -18,10 +18,10 @@ TESTS := not gpu and not slow and not peer
 # As many at a time as there are cores, at most four: each holds a gigabyte.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo serve test check fast mutants format docs clean
+.PHONY: help demo serve test test-vllm check fast mutants format docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## the demo model behind the HTTP server: a conversation and ten parallel requests, then the end
 	$(BIN)/python tools/demo.py
@@ -31,6 +31,10 @@ serve: $(VENV)/.demo ## serve a model over HTTP; make serve MODEL=folder-or-name
 
 test: $(VENV)/.test ## all tests that run on any machine
 	$(BIN)/python -m pytest -m "$(TESTS)" $(WORKERS) $(ARGS)
+
+test-vllm: ## the adapter inside a real vLLM; VLLM_PYTHON=the python of its environment, which needs pytest and hypothesis
+	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON=/path/to/python of an environment with vllm" >&2; exit 1; }
+	PYTHONPATH=src:. $(VLLM_PYTHON) -m pytest -o addopts= -W default -p no:cacheprovider tests/engines/guests tests/engines/vllm $(ARGS)
 
 fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
 	$(BIN)/ruff check $(CODE)

@@ -22,6 +22,7 @@ from sagellm.cli import (
     simulate,
     trace,
     verify,
+    vllm,
     watch,
 )
 from sagellm.cli._options import App
@@ -47,6 +48,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
+app.add_typer(vllm.app, name="vllm")
 
 
 def _show_version(asked: bool) -> None:

@@ -21,6 +21,7 @@ EXTRA_OF: Mapping[str, str] = {
     "matplotlib": "plots",
     "pyarrow": "plots",
     "transformers": "transformers",
+    "vllm": "vllm",
 }
 """By the name under which a package is imported."""
 

@@ -178,6 +178,13 @@ class RadixIndex(IndexBase[Node]):
             if not moves.keys().isdisjoint(node.blocks):
                 node.blocks = array("i", [moves.get(block, block) for block in node.blocks])
 
+    def replace_blocks(self, hit: PrefixHit, block_ids: BlockIds) -> None:
+        """The tokens of a resident hit stand in these blocks from now on."""
+        node = self._current(hit).node
+        for above in node.path() if isinstance(node, Node) else ():
+            first, end = above.first_position, min(above.end_block, hit.num_blocks)
+            above.blocks[: end - first] = block_ids[first:end]
+
     # -- inside: for `explain`
 
     def _namespaces(self, first_block: bytes) -> Iterable[Namespace]:

@@ -1,0 +1,111 @@
+"""`sagellm vllm serve`: a vLLM server with our KV cache policy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sagellm.cli._options import App, Command, OptionGroup, argument, command, flag
+from sagellm.core.errors import ConfigError, MissingExtraError
+
+app = App(help="Our KV cache policies inside vLLM.")
+CONFIG_FLAG = "--kv-transfer-config"
+_MODE_HELP = "shadow: only tell what the policy would reuse; on: it decides, until it loses to LRU."
+_OPTION_HELP = "Set an option of the policy, such as max_records=1000; may be repeated."
+
+
+@dataclass(frozen=True, slots=True)
+class SageOptions(OptionGroup):
+    """What our connector gets; all else is vLLM's."""
+
+    sage_mode: str = flag("MODE", _MODE_HELP, "shadow")
+    sage_policy: str = flag("NAME", "The policy of eviction.", "adaptive")
+    sage_option: tuple[str, ...] = flag("KEY=VALUE", _OPTION_HELP, ())
+    sage_report_s: float = flag("SECONDS", "Between two lines in the log; 0: none.", 300.0)
+
+    def connector(self) -> dict[str, Any]:
+        """The configuration of our connector. Raises `SageError` for what is not known."""
+        from sagellm.engines.guests.settings import GuestSettings
+
+        options = dict(map(_parsed, self.sage_option))
+        settings = GuestSettings.of(
+            {
+                "mode": self.sage_mode,
+                "policy": self.sage_policy,
+                "options": options,
+                "report_s": self.sage_report_s,
+            }
+        )
+        return {
+            "kv_connector": "SageConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": asdict(settings),
+        }
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    key, found, value = text.partition("=")
+    if not found:
+        raise ConfigError(f"--sage-option {text}: write KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def combined(arguments: list[str], ours: dict[str, Any]) -> list[str]:
+    """The arguments of vLLM with our connector; beside another one, in a `MultiConnector`.
+
+    Raises `ConfigError` where the other connector's configuration is no JSON object.
+    """
+    rest, given = [], None
+    words = iter(arguments)
+    for word in words:
+        name, found, value = word.partition("=")
+        if name.replace("_", "-") != CONFIG_FLAG:
+            rest.append(word)
+            continue
+        given = value if found else next(words, "")
+    if given is not None:
+        try:
+            other = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"{CONFIG_FLAG} {given!r} is no JSON: {error}") from error
+        if not isinstance(other, dict):
+            raise ConfigError(f"{CONFIG_FLAG} {given!r}: write a JSON object")
+        ours = {
+            "kv_connector": "MultiConnector",
+            "kv_role": other.get("kv_role", "kv_both"),
+            "kv_connector_extra_config": {"connectors": [other, ours]},
+        }
+    return [*rest, CONFIG_FLAG, json.dumps(ours)]
+
+
+@command
+def serve(
+    model: str = argument("MODEL", "Folder or hub name of the model.", ...),
+    arguments: list[str] = argument("[FLAG]...", "Flags of vllm serve, passed on.", (), show_default=False),
+    *,
+    show_command: bool = flag("--show-command", "Print the command and run nothing.", False),
+    sage: SageOptions,
+) -> None:
+    """Serve a model with vLLM, whose prefix cache our policy watches or decides.
+
+    Everything but the options below goes to vllm serve as it is.
+    """
+    words = [*combined(list(arguments), sage.connector())]
+    if show_command:
+        print(shlex.join(["vllm", "serve", model, *words]))
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError("vllm serve", "vllm", "vllm")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *words])
+
+
+app.command("serve", cls=Command, context_settings={"ignore_unknown_options": True})(serve)

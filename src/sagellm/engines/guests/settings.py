@@ -1,0 +1,42 @@
+"""`GuestSettings`: what a user may choose of our policy inside another engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sagellm.core.clock import MonotonicClock
+from sagellm.core.errors import ConfigError
+from sagellm.engines.build import make_policy
+
+MODES = ("shadow", "on")
+
+
+@dataclass(frozen=True, slots=True)
+class GuestSettings:
+    """`report_s`: seconds between two lines in the log, 0 for none."""
+
+    mode: str = "shadow"
+    policy: str = "adaptive"
+    options: dict[str, Any] = field(default_factory=dict)
+    report_s: float = 300.0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> GuestSettings:
+        """Raises `ConfigError` for what is not known."""
+        unknown = sorted(given.keys() - {"mode", "policy", "options", "report_s"})
+        if unknown:
+            raise ConfigError(
+                f"no setting {', '.join(unknown)} of sageLLM; use mode, policy, options, report_s"
+            )
+        made = cls(**given)
+        if made.mode not in MODES:
+            raise ConfigError(f"mode {made.mode!r}: use {' or '.join(MODES)}")
+        if not isinstance(given.get("report_s", 0), int | float) or made.report_s < 0:
+            raise ConfigError(f"report_s must be a number of seconds, got {made.report_s!r}")
+        if not isinstance(given.get("options", {}), dict):
+            raise ConfigError(f"options must be a mapping, got {made.options!r}")
+        if taken := sorted({"capacity", "clock", "seed", "model"} & made.options.keys()):
+            raise ConfigError(f"options: {', '.join(taken)} is given by vLLM's pool: leave it out")
+        make_policy(made.policy, capacity=1, clock=MonotonicClock(), **made.options)
+        return made

@@ -1,0 +1,90 @@
+"""`ShadowCache`: what a policy would reuse of a host's requests, without any KV.
+
+As in `sagellm replay`: a hit is the leading run of cached blocks, a request's prompt is in the cache from its
+admission on, and what a request holds is not evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.eviction import NO_USE, PolicyFactory, Use
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Tokens
+from sagellm.engines.guests.paths import TOKENS_PER_DIGEST, Digests, index_of_digests, path_of
+
+
+@dataclass(slots=True)
+class ReuseCount:
+    """Whole blocks of prompts, and those of them that were reused."""
+
+    num_blocks: int = 0
+    num_hits: int = 0
+
+    def add(self, num_blocks: int, num_hits: int) -> None:
+        self.num_blocks += num_blocks
+        self.num_hits += num_hits
+
+    @property
+    def ratio(self) -> float:
+        """Hits over blocks, 0 to 1."""
+        return self.num_hits / self.num_blocks if self.num_blocks else 0.0
+
+
+class ShadowCache:
+    """A cache of `capacity` blocks with an eviction policy."""
+
+    def __init__(self, capacity: int, policy_factory: PolicyFactory, clock: Clock) -> None:
+        self.capacity, self.reuse = capacity, ReuseCount()
+        self._index = index_of_digests(policy_factory, clock)
+        self._free = array("i", range(capacity))
+        self._held: dict[str, tuple[PrefixHit, int]] = {}
+
+    def admit(self, request_id: str, prompt: Digests, max_hits: int) -> int:
+        """A request begins; returns how many leading blocks it would reuse, at most `max_hits`."""
+        path = path_of(prompt)
+        hit = self._index.pin(self._index.lookup(path))
+        num_hits = min(hit.num_blocks, max_hits)
+        self.reuse.add(len(prompt), num_hits)
+        self._held[request_id] = self._extend(hit, path), num_hits
+        return num_hits
+
+    def finish(self, request_id: str, digests: Digests, use: Use = NO_USE) -> None:
+        """The request ends with these blocks, its prompt's and its output's."""
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return
+        hit, num_reused = self._extend(held[0], path_of(digests)), held[1]
+        self._index.unpin(hit, use._replace(num_reused_blocks=num_reused) if use is not NO_USE else use)
+
+    def clear(self) -> None:
+        """The host has emptied its cache."""
+        self._free += self._index.clear()
+
+    def _extend(self, hit: PrefixHit, path: Tokens) -> PrefixHit:
+        """Hold more of a path; as much as fits beside what others hold."""
+        index, num_blocks = self._index, len(path) // TOKENS_PER_DIGEST
+        resident = max(hit.num_blocks, index.lookup(path).num_blocks)
+        while (short := num_blocks - resident - len(self._free)) > 0:
+            if not index.num_evictable:
+                num_blocks -= short
+                break
+            self._free += index.evict(min(short, index.num_evictable)) or array("i")
+            resident = max(hit.num_blocks, index.lookup(path).num_blocks)
+        if num_blocks <= hit.num_blocks:
+            return hit
+        first_new = len(self._free) - max(0, num_blocks - resident)
+        block_ids = array("i", bytes(4 * min(resident, num_blocks))) + self._free[first_new:]
+        del self._free[first_new:]
+        longer = index.insert(path, block_ids, pin=True).hit
+        index.unpin(hit)
+        return longer
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where the books are wrong."""
+        self._index.check()
+        if self._index.num_cached + len(self._free) != self.capacity:
+            raise BookkeepingError(f"{self._index.num_cached} cached and {len(self._free)} free blocks")

@@ -1,0 +1,85 @@
+"""`sagellm vllm serve`: the command that it makes of vLLM's flags and ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+OTHER = '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'
+
+
+def composed(cli: Any, *arguments: str) -> tuple[list[str], dict[str, Any]]:
+    """The arguments of vLLM, and the connector's configuration among them."""
+    result = cli("vllm", "serve", "folder/model", *arguments, "--show-command")
+    assert result.exit_code == 0, result.output
+    *words, name, config = shlex.split(result.stdout)
+    assert name == "--kv-transfer-config"
+    return words, json.loads(config)
+
+
+def test_by_default_it_only_watches(cli: Any) -> None:
+    words, config = composed(cli)
+    assert words == ["vllm", "serve", "folder/model"]
+    assert config == {
+        "kv_connector": "SageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "mode": "shadow",
+            "policy": "adaptive",
+            "options": {},
+            "report_s": 300.0,
+        },
+    }
+
+
+def test_flags_of_vllm_are_passed_on_in_their_order(cli: Any) -> None:
+    flags = ["--max-model-len", "4096", "--enforce-eager", "-tp", "2", "--served-model-name", "a b"]
+    ours = ["--sage-mode", "on", "--sage-policy", "lru", "--sage-report-s", "0"]
+    words, config = composed(cli, *flags[:3], *ours, *flags[3:])
+    assert words[3:] == flags
+    extra = config["kv_connector_extra_config"]
+    assert (extra["mode"], extra["policy"], extra["report_s"]) == ("on", "lru", 0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--kv-transfer-config", OTHER], [f"--kv-transfer-config={OTHER}"], ["--kv_transfer_config", OTHER]],
+)
+def test_another_connector_stays_beside_ours(cli: Any, given: list[str]) -> None:
+    words, config = composed(cli, *given, "--sage-option", "max_records=1000")
+    assert words[3:] == []
+    assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_consumer")
+    other, ours = config["kv_connector_extra_config"]["connectors"]
+    assert other == json.loads(OTHER)
+    assert ours["kv_connector_extra_config"]["options"] == {"max_records": 1000}
+
+
+REFUSED = {
+    "no such policy": (["--sage-policy", "best"], "adaptive, arc"),
+    "no such mode": (["--sage-mode", "off"], "use shadow or on"),
+    "no such option": (["--sage-option", "speed=9"], "has no option 'speed'"),
+    "an option without a value": (["--sage-option", "speed"], "write KEY=VALUE"),
+    "an option that vLLM's pool gives": (["--sage-option", "capacity=9"], "leave it out"),
+    "a negative time": (["--sage-report-s", "-1"], "a number of seconds"),
+    "no JSON": (["--kv-transfer-config", "{"], "is no JSON"),
+    "a flag without its value": (["--kv-transfer-config"], "is no JSON"),
+    "no object": (["--kv-transfer-config", "[]"], "write a JSON object"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_ends_with_2(cli: Any, arguments: list[str], message: str) -> None:
+    result = cli("vllm", "serve", "folder/model", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_extra_is_named(cli: Any) -> None:
+    result = cli("vllm", "serve", "folder/model")
+    assert result.exit_code == 2
+    assert "[vllm]" in result.output
