@@ -143,7 +143,7 @@ def test_the_pool_gets_its_own_queue_back(caplog: pytest.LogCaptureFixture) -> N
     manager.end(manager.begin(prompt) or "")
     other = manager.begin([5] * 20) or ""
     assert manager.guided is not None
-    with caplog.at_level(logging.WARNING, "sagellm.vllm"):
+    with caplog.at_level(logging.WARNING, "vllm.sagellm"):
         manager.guided.give_back("a test says so")
         manager.guided.give_back("again")
     assert [record.getMessage() for record in caplog.records] == [

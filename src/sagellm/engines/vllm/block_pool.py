@@ -30,7 +30,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import BlockIds, Tokens
 from sagellm.engines.guests.paths import index_of_digests, path_of
 
-logger = logging.getLogger("sagellm.vllm")
+logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
 Block = Any
 """vLLM's `KVCacheBlock`."""
 Pool = Any

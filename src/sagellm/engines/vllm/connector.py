@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger("sagellm.vllm")
+logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
 JUDGED_BLOCKS = 10_000
 """The guard judges after so many blocks of prompts."""
 MAX_LOSS = 0.01

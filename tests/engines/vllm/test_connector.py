@@ -1,0 +1,217 @@
+"""`SageConnector` in vLLM's real scheduler, alone and beside another connector."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.engines.vllm import register
+from sagellm.engines.vllm.connector import SageConnector
+from tests.peers.vllm_driver import MODEL
+
+pytestmark = pytest.mark.peer
+SIZE, NUM_BLOCKS = 4, 60
+LOGGER = "vllm.sagellm"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    register()
+    return str(tmp_path)
+
+
+def transfer(mode: str | None, **extra: Any) -> dict[str, Any] | None:
+    if mode is None:
+        return None
+    own = {"kv_connector": "SageConnector", "kv_role": "kv_both"}
+    return own | {"kv_connector_extra_config": {"mode": mode, **extra}}
+
+
+def scheduler(
+    model: str, config: dict[str, Any] | None, *, caching: bool = True, window: int = 0
+) -> Scheduler:
+    cache = CacheConfig(block_size=SIZE, enable_prefix_caching=caching)
+    vllm_config = VllmConfig(
+        model_config=ModelConfig(
+            model=model, skip_tokenizer_init=True, max_model_len=4096, dtype="bfloat16", seed=0
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=4096,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=None if config is None else KVTransferConfig(**config),
+    )
+    cache.num_gpu_blocks = NUM_BLOCKS + 1
+    kinds: dict[str, Any] = {
+        "block_size": SIZE,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "dtype": torch.bfloat16,
+    }
+    spec = SlidingWindowSpec(**kinds, sliding_window=window) if window else FullAttentionSpec(**kinds)
+    kv = KVCacheConfig(
+        num_blocks=NUM_BLOCKS + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    return Scheduler(
+        vllm_config, kv, StructuredOutputManager(vllm_config), block_size=SIZE, hash_block_size=SIZE
+    )
+
+
+def serve(engine: Scheduler, seed: int = 0, num_requests: int = 120) -> list[tuple[str, int]]:
+    """Conversations, two or three at a time; returns each step's requests and tokens."""
+    init_none_hash(sha256)
+    hasher, rng = get_request_block_hasher(SIZE, sha256), random.Random(seed)
+    sessions = [[100 + i] * 12 for i in range(8)]
+    steps: list[tuple[str, int]] = []
+    for number in range(num_requests):
+        prompt = sessions[rng.choice((number % 8, number // 10 % 8, number // 10 % 8))]
+        prompt += [rng.randrange(1000, 30000) for _ in range(rng.randrange(1, 12))]
+        if len(prompt) > 100:
+            del prompt[12:]
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        engine.add_request(Request(f"r{number}", list(prompt), params, None, block_hasher=hasher))
+        while len(engine.requests) > 2 or (number == num_requests - 1 and engine.requests):
+            steps += step(engine)
+    return steps
+
+
+def step(engine: Scheduler) -> list[tuple[str, int]]:
+    plan = engine.schedule()
+    counts = plan.num_scheduled_tokens
+    requests = [engine.requests[name] for name in counts]
+    drawn = [[7] if one.num_computed_tokens == one.num_tokens else [] for one in requests]
+    positions = {name: index for index, name in enumerate(counts)}
+    engine.update_from_output(
+        plan, ModelRunnerOutput(req_ids=list(counts), req_id_to_index=positions, sampled_token_ids=drawn)
+    )
+    return list(counts.items())
+
+
+def test_off_and_shadow_schedule_alike(model: str) -> None:
+    stock, shadow = (serve(scheduler(model, transfer(mode))) for mode in (None, "shadow"))
+    assert shadow == stock
+
+
+def test_with_lru_the_schedule_is_that_of_vllm(model: str) -> None:
+    stock, lru = (serve(scheduler(model, config)) for config in (None, transfer("on", policy="lru")))
+    assert lru == stock
+
+
+def test_shadows_tell_what_would_be_reused(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = scheduler(model, transfer("shadow"))
+    serve(engine)
+    connector = engine.connector
+    assert isinstance(connector, SageConnector)
+    counts = connector.counts()
+    assert set(counts) == {"vllm", "lru", "adaptive"}
+    assert counts["vllm"].num_blocks == counts["lru"].num_blocks == counts["adaptive"].num_blocks > 1000
+    assert 0 < counts["vllm"].num_hits < counts["vllm"].num_blocks
+    assert counts["vllm"].ratio == pytest.approx(counts["lru"].ratio, abs=0.03)
+    with caplog.at_level(logging.INFO, LOGGER):
+        engine.shutdown()
+    assert f"of {counts['vllm'].num_blocks} blocks of prompts were reused" in caplog.text
+    assert "order of eviction: vLLM's own" in caplog.text
+
+
+def test_the_policy_decides(model: str) -> None:
+    engine = scheduler(model, transfer("on"))
+    serve(engine)
+    pool = engine.kv_cache_manager.block_pool
+    assert pool.free_block_queue.num_restarts == 0
+    assert pool.get_num_free_blocks() == NUM_BLOCKS
+    pool.free_block_queue.check()
+    assert set(engine.connector.counts()) == {"vllm", "lru"}
+
+
+def test_it_gives_up_when_it_loses(
+    model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here whatever is not far better than LRU has lost."""
+    monkeypatch.setattr("sagellm.engines.vllm.connector.JUDGED_BLOCKS", 500)
+    monkeypatch.setattr("sagellm.engines.vllm.connector.MAX_LOSS", -0.5)
+    engine = scheduler(model, transfer("on"))
+    serve(engine)
+    assert "blocks fewer than LRU would have" in caplog.text
+    pool = engine.kv_cache_manager.block_pool
+    assert type(pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
+    assert pool.get_num_free_blocks() == NUM_BLOCKS
+
+
+def test_beside_another_connector(model: str) -> None:
+    """Two of ours in vLLM's `MultiConnector`, as `sagellm vllm serve` composes them."""
+    connectors = [transfer("shadow"), transfer("on", policy="lru")]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    engine = scheduler(model, config)
+    assert serve(engine) == serve(scheduler(model, None))
+    engine.kv_cache_manager.block_pool.free_block_queue.check()
+
+
+def test_reset_clears_the_shadows(model: str) -> None:
+    engine = scheduler(model, transfer("on"))
+    serve(engine, num_requests=20)
+    assert engine.reset_prefix_cache(reset_connector=True)
+    engine.kv_cache_manager.block_pool.free_block_queue.check()
+    assert engine.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"caching": False}, "prefix caching is switched off"), ({"window": 8}, "SlidingWindowSpec")],
+)
+def test_what_is_not_supported_stays_as_it_is(
+    model: str, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
+) -> None:
+    engine = scheduler(model, transfer("on"), **changes)
+    assert reason in caplog.text
+    assert "touch" not in vars(engine.kv_cache_manager.block_pool)
+    assert serve(engine) == serve(scheduler(model, None, **changes))
+
+
+def test_a_name_that_has_moved(
+    model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sagellm.engines.vllm.block_pool.BLOCK_NAMES", ("block_id", "num_references"))
+    engine = scheduler(model, transfer("on"))
+    assert "KVCacheBlock of this vLLM has no num_references" in caplog.text
+    assert serve(engine) == serve(scheduler(model, None))
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [({"polcy": "lru"}, ConfigError), ({"policy": "nope"}, UnknownNameError), ({"options": 3}, ConfigError)],
+)
+def test_wrong_settings_stop_the_start(model: str, extra: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        scheduler(model, transfer("shadow", **extra))
