@@ -1,4 +1,4 @@
-"""Times vLLM on a CPU with its own order of eviction, in shadow mode, and guided by our policy.
+"""Times vLLM on a CPU: stock, in shadow mode, guided by our policy.
 
     VLLM_PYTHON benchmarks/guest_serving.py MODEL [--workload rounds|any|batch32] [--modes stock,shadow,on]
 
@@ -29,7 +29,7 @@ NUM_OUTPUT = 8
 
 
 def prompts(workload: str, sessions: int, turns: int, seed: int) -> tuple[list[list[int]], int]:
-    """Token ids, in the order in which they are sent, and the blocks of the cache."""
+    """Token ids in the order of sending, and the blocks of the cache."""
     rng = random.Random(seed)
 
     def text(num_blocks: int) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from sagellm.cli.vllm import SCHEDULER
+
 OTHER = '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'
 
 
@@ -58,7 +60,15 @@ def test_another_connector_stays_beside_ours(cli: Any, given: list[str]) -> None
     assert ours["kv_connector_extra_config"]["options"] == {"max_records": 1000}
 
 
+def test_a_strategy_brings_our_scheduler(cli: Any) -> None:
+    words, _ = composed(cli, "--sage-strategy", "fair", "--additional-config", '{"a": 1}', "--seed", "3")
+    assert words[3:8] == ["--seed", "3", "--scheduler-cls", SCHEDULER, "--additional-config"]
+    assert json.loads(words[8]) == {"a": 1, "sagellm": {"strategy": "fair", "options": {}}}
+
+
 REFUSED = {
+    "no such strategy": (["--sage-strategy", "best"], "adaptive, fair"),
+    "a strategy that admits by itself": (["--sage-strategy", "vllm-like"], "admits by itself"),
     "no such policy": (["--sage-policy", "best"], "adaptive, arc"),
     "no such mode": (["--sage-mode", "off"], "use shadow or on"),
     "no such option": (["--sage-option", "speed=9"], "has no option 'speed'"),

@@ -14,7 +14,8 @@ from sagellm.cli._options import App, Command, OptionGroup, argument, command, f
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 app = App(help="Our KV cache policies inside vLLM.")
-CONFIG_FLAG = "--kv-transfer-config"
+CONFIG_FLAG, ADDITIONAL_FLAG = "--kv-transfer-config", "--additional-config"
+SCHEDULER = "sagellm.engines.vllm.scheduler.SageScheduler"
 _MODE_HELP = "shadow: only tell what the policy would reuse; on: it decides, until it loses to LRU."
 _OPTION_HELP = "Set an option of the policy, such as max_records=1000; may be repeated."
 
@@ -26,6 +27,7 @@ class SageOptions(OptionGroup):
     sage_mode: str = flag("MODE", _MODE_HELP, "shadow")
     sage_policy: str = flag("NAME", "The policy of eviction.", "adaptive")
     sage_option: tuple[str, ...] = flag("KEY=VALUE", _OPTION_HELP, ())
+    sage_strategy: str | None = flag("NAME", "Order requests by this strategy too; none: vLLM's order.")
     sage_report_s: float = flag("SECONDS", "Between two lines in the log; 0: none.", 300.0)
 
     def connector(self) -> dict[str, Any]:
@@ -47,6 +49,14 @@ class SageOptions(OptionGroup):
             "kv_connector_extra_config": asdict(settings),
         }
 
+    def scheduler(self) -> dict[str, Any] | None:
+        """The configuration of our scheduler, if it is wanted."""
+        from sagellm.engines.guests.settings import SchedulingSettings
+
+        if self.sage_strategy is None:
+            return None
+        return asdict(SchedulingSettings.of({"strategy": self.sage_strategy}))
+
 
 def _parsed(text: str) -> tuple[str, Any]:
     key, found, value = text.partition("=")
@@ -58,32 +68,49 @@ def _parsed(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def combined(arguments: list[str], ours: dict[str, Any]) -> list[str]:
-    """The arguments of vLLM with our connector; beside another one, in a `MultiConnector`.
+def taken(arguments: list[str], wanted: str) -> tuple[list[str], dict[str, Any] | None]:
+    """The other arguments, and the JSON object of a flag of vLLM.
 
-    Raises `ConfigError` where the other connector's configuration is no JSON object.
+    Raises `ConfigError` where it is no JSON object.
     """
     rest, given = [], None
     words = iter(arguments)
     for word in words:
         name, found, value = word.partition("=")
-        if name.replace("_", "-") != CONFIG_FLAG:
+        if name.replace("_", "-") != wanted:
             rest.append(word)
             continue
         given = value if found else next(words, "")
-    if given is not None:
-        try:
-            other = json.loads(given)
-        except ValueError as error:
-            raise ConfigError(f"{CONFIG_FLAG} {given!r} is no JSON: {error}") from error
-        if not isinstance(other, dict):
-            raise ConfigError(f"{CONFIG_FLAG} {given!r}: write a JSON object")
+    if given is None:
+        return rest, None
+    try:
+        made = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{wanted} {given!r} is no JSON: {error}") from error
+    if not isinstance(made, dict):
+        raise ConfigError(f"{wanted} {given!r}: write a JSON object")
+    return rest, made
+
+
+def combined(arguments: list[str], sage: SageOptions) -> list[str]:
+    """The arguments of vLLM with our connector and scheduler.
+
+    Beside another connector ours runs in a `MultiConnector`.
+    """
+    arguments, other = taken(arguments, CONFIG_FLAG)
+    ours, scheduler = sage.connector(), sage.scheduler()
+    if other is not None:
         ours = {
             "kv_connector": "MultiConnector",
             "kv_role": other.get("kv_role", "kv_both"),
             "kv_connector_extra_config": {"connectors": [other, ours]},
         }
-    return [*rest, CONFIG_FLAG, json.dumps(ours)]
+    words = [CONFIG_FLAG, json.dumps(ours)]
+    if scheduler is not None:
+        arguments, additional = taken(arguments, ADDITIONAL_FLAG)
+        added = json.dumps({**(additional or {}), "sagellm": scheduler})
+        words = ["--scheduler-cls", SCHEDULER, ADDITIONAL_FLAG, added, *words]
+    return [*arguments, *words]
 
 
 @command
@@ -98,7 +125,7 @@ def serve(
 
     Everything but the options below goes to vllm serve as it is.
     """
-    words = [*combined(list(arguments), sage.connector())]
+    words = combined(list(arguments), sage)
     if show_command:
         print(shlex.join(["vllm", "serve", model, *words]))
         return

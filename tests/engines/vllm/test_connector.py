@@ -50,7 +50,15 @@ def transfer(mode: str | None, **extra: Any) -> dict[str, Any] | None:
 
 
 def scheduler(
-    model: str, config: dict[str, Any] | None, *, caching: bool = True, window: int = 0
+    model: str,
+    config: dict[str, Any] | None,
+    *,
+    caching: bool = True,
+    window: int = 0,
+    kind: type[Any] = Scheduler,
+    additional: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    policy: str = "fcfs",
 ) -> Scheduler:
     cache = CacheConfig(block_size=SIZE, enable_prefix_caching=caching)
     vllm_config = VllmConfig(
@@ -63,10 +71,12 @@ def scheduler(
             max_model_len=4096,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=asynchronous,
+            policy=policy,
         ),
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
+        additional_config=additional or {},
         kv_transfer_config=None if config is None else KVTransferConfig(**config),
     )
     cache.num_gpu_blocks = NUM_BLOCKS + 1
@@ -80,9 +90,10 @@ def scheduler(
     kv = KVCacheConfig(
         num_blocks=NUM_BLOCKS + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
-    return Scheduler(
+    made: Scheduler = kind(
         vllm_config, kv, StructuredOutputManager(vllm_config), block_size=SIZE, hash_block_size=SIZE
     )
+    return made
 
 
 def serve(engine: Scheduler, seed: int = 0, num_requests: int = 120) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""`GuestSettings`: what a user may choose of our policy inside another engine."""
+"""What a user may choose of our policies and passes inside another engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.engines.build import make_policy
+from sagellm.engines.guests.hosted_passes import open_passes
 
 MODES = ("shadow", "on")
 
@@ -39,4 +40,23 @@ class GuestSettings:
         if taken := sorted({"capacity", "clock", "seed", "model"} & made.options.keys()):
             raise ConfigError(f"options: {', '.join(taken)} is given by vLLM's pool: leave it out")
         make_policy(made.policy, capacity=1, clock=MonotonicClock(), **made.options)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingSettings:
+    """`options`: of passes, by their names."""
+
+    strategy: str = "priority"
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> SchedulingSettings:
+        """Raises `SageError` for what is not known."""
+        if unknown := sorted(given.keys() - {"strategy", "options"}):
+            raise ConfigError(
+                f"no setting {', '.join(unknown)} of sageLLM's scheduler; use strategy, options"
+            )
+        made = cls(**given)
+        open_passes(made.strategy, made.options)
         return made
