@@ -18,7 +18,7 @@ TESTS := not gpu and not slow and not peer
 # As many at a time as there are cores, at most four: each holds a gigabyte.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo serve test test-vllm check fast mutants format docs clean
+.PHONY: help demo serve test test-vllm test-lmdeploy check fast mutants format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test: $(VENV)/.test ## all tests that run on any machine
 test-vllm: ## the adapter inside a real vLLM; VLLM_PYTHON=the python of its environment, which needs pytest and hypothesis
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON=/path/to/python of an environment with vllm" >&2; exit 1; }
 	PYTHONPATH=src:. $(VLLM_PYTHON) -m pytest -o addopts= -W default -p no:cacheprovider tests/engines/guests tests/engines/vllm $(ARGS)
+
+test-lmdeploy: ## the adapter inside a real LMDeploy; LMDEPLOY_PYTHON=the python of its environment, with pytest and hypothesis
+	@test -n "$(LMDEPLOY_PYTHON)" || { echo "set LMDEPLOY_PYTHON=/path/to/python of an environment with lmdeploy" >&2; exit 1; }
+	PYTHONPATH=src:. $(LMDEPLOY_PYTHON) -m pytest -o addopts= -W default -p no:cacheprovider tests/engines/guests tests/engines/lmdeploy $(ARGS)
 
 fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
 	$(BIN)/ruff check $(CODE)

@@ -1,0 +1,1 @@
+"""Our KV cache policies inside LMDeploy's PyTorch engine."""
