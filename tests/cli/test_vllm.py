@@ -28,6 +28,7 @@ def test_by_default_it_only_watches(cli: Any) -> None:
     assert words == ["vllm", "serve", "folder/model"]
     assert config == {
         "kv_connector": "SageConnector",
+        "kv_connector_module_path": "sagellm.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "mode": "shadow",

@@ -45,6 +45,7 @@ class SageOptions(OptionGroup):
         )
         return {
             "kv_connector": "SageConnector",
+            "kv_connector_module_path": "sagellm.engines.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": asdict(settings),
         }

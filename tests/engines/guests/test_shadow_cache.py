@@ -59,7 +59,7 @@ def test_one_request_at_a_time_reuses_what_replay_says(name: str, seed: int) -> 
     index = RadixIndex(1, clock=clock, policy_factory=partial(policy, name, clock))
     expected = replay(trace, index, clock, CAPACITY).hits
     clock = ManualClock(0.0)
-    shadow = ShadowCache(CAPACITY, partial(policy, name, clock), clock)
+    shadow = ShadowCache(CAPACITY + 1, partial(policy, name, clock), clock, num_open=1)
     hits = []
     for number, request in enumerate(trace):
         clock.advance(request.time_s - clock.now())
@@ -75,7 +75,7 @@ def test_one_request_at_a_time_reuses_what_replay_says(name: str, seed: int) -> 
 def test_requests_at_the_same_time(steps: list[tuple[int, int, int]]) -> None:
     """More may be held together than fits; the books balance all the same."""
     clock = ManualClock(0.0)
-    shadow = ShadowCache(CAPACITY, partial(policy, "lru", clock), clock)
+    shadow = ShadowCache(CAPACITY, partial(policy, "lru", clock), clock, num_open=2)
     running: dict[int, list[bytes]] = {}
     for family, length, num_more in steps:
         clock.advance(1.0)

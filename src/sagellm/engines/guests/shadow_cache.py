@@ -35,10 +35,15 @@ class ReuseCount:
 
 
 class ShadowCache:
-    """A cache of `capacity` blocks with an eviction policy."""
+    """A cache of `capacity` blocks with an eviction policy.
 
-    def __init__(self, capacity: int, policy_factory: PolicyFactory, clock: Clock) -> None:
-        self.capacity, self.reuse = capacity, ReuseCount()
+    `num_open`: blocks of each request that are not full, and so not cached.
+    """
+
+    def __init__(
+        self, capacity: int, policy_factory: PolicyFactory, clock: Clock, *, num_open: int = 0
+    ) -> None:
+        self.capacity, self.reuse, self._num_open = capacity, ReuseCount(), num_open
         self._index = index_of_digests(policy_factory, clock)
         self._free = array("i", range(capacity))
         self._held: dict[str, tuple[PrefixHit, int]] = {}
@@ -49,15 +54,17 @@ class ShadowCache:
         hit = self._index.pin(self._index.lookup(path))
         num_hits = min(hit.num_blocks, max_hits)
         self.reuse.add(len(prompt), num_hits)
+        self._held[request_id] = hit, num_hits
         self._held[request_id] = self._extend(hit, path), num_hits
         return num_hits
 
     def finish(self, request_id: str, digests: Digests, use: Use = NO_USE) -> None:
         """The request ends with these blocks, its prompt's and its output's."""
-        held = self._held.pop(request_id, None)
+        held = self._held.get(request_id)
         if held is None:
             return
         hit, num_reused = self._extend(held[0], path_of(digests)), held[1]
+        del self._held[request_id]
         self._index.unpin(hit, use._replace(num_reused_blocks=num_reused) if use is not NO_USE else use)
 
     def clear(self) -> None:
@@ -68,7 +75,8 @@ class ShadowCache:
         """Hold more of a path; as much as fits beside what others hold."""
         index, num_blocks = self._index, len(path) // TOKENS_PER_DIGEST
         resident = max(hit.num_blocks, index.lookup(path).num_blocks)
-        while (short := num_blocks - resident - len(self._free)) > 0:
+        num_open = self._num_open * len(self._held)
+        while (short := num_blocks - resident + num_open - len(self._free)) > 0:
             if not index.num_evictable:
                 num_blocks -= short
                 break
