@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import random
 from contextlib import nullcontext
 from typing import Any
@@ -65,6 +65,30 @@ def test_without_a_plug_in_nothing_is_touched() -> None:
     driver = Driver(60, None, repaired=False)
     assert driver.trie.allocator._log_mem.access_time.dtype == np.int64
     assert not {"match", "allocate", "evict"} & vars(driver.trie).keys()
+
+
+def test_this_is_a_patched_one_where_the_caller_says_so() -> None:
+    assert hasattr(Driver(10, None).trie, "hooks") == bool(os.environ.get("REQUIRE_PATCHED"))
+
+
+def test_evictions_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """With the policy; with our patches also after `give_back`. A callback that fails is dropped."""
+    driver, gone = Driver(40, "lru"), list[int]()
+    assert driver.guided is not None
+
+    def fails(blocks: list[int]) -> None:
+        raise KeyError("mine")
+
+    driver.guided.register_eviction_callback(fails)
+    driver.guided.register_eviction_callback(gone.extend)
+    finished(driver, [1] * (4 * SIZE) + [2])
+    blocks = {node.block for node in nodes(driver.trie)}
+    assert driver.trie.evict(2) == 2
+    assert len(gone) == 2
+    driver.guided.give_back("a test says so")
+    assert driver.trie.evict(9) == 2
+    assert set(gone) == blocks if driver.guided.is_patched else len(gone) == 2
+    assert caplog.text.count("callback of evictions is left out") == 1
 
 
 def test_uses_in_the_same_second_are_told_apart() -> None:
@@ -158,9 +182,8 @@ def test_the_trie_gets_its_own_order_back(caplog: pytest.LogCaptureFixture) -> N
     other = driver.add([5] * 20)
     driver.prefill(6)
     assert driver.guided is not None
-    with caplog.at_level(logging.WARNING, "sagellm.lmdeploy"):
-        driver.guided.give_back("a test says so")
-        driver.guided.give_back("again")
+    driver.guided.give_back("a test says so")
+    driver.guided.give_back("again")
     assert [record.getMessage() for record in caplog.records] == [
         "sageLLM: LMDeploy evicts in its own order from now on: a test says so"
     ]

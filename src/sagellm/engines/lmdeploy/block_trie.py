@@ -5,7 +5,8 @@ which nothing else refers, by their last use. `GuidedTrie` keeps the same paths 
 that trie; a policy of ours then chooses what `evict` removes. What is a hit, and which references there are,
 stays LMDeploy's.
 
-The index has to know what sequences do; `GuidedTrie` wraps four methods of the trie and its block manager:
+The index has to know what sequences do. An LMDeploy with our patches (third_party/lmdeploy) calls
+`GuidedTrie`; without them it wraps four methods of the trie and its block manager:
 
     match     a sequence found a prefix: its path is held, so that it is not evicted
     allocate  blocks of a sequence entered the trie: they enter the index, and the sequence holds them
@@ -32,13 +33,14 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
-logger = logging.getLogger("sagellm.lmdeploy")
+logger = logging.getLogger("lmdeploy.sagellm")  # below "lmdeploy": LMDeploy sets that logger up
 Trie = Any
 """LMDeploy's `BlockTrie`."""
 Node = Any
 """LMDeploy's `Node`: one block of the trie."""
 Sequence = Any
 """LMDeploy's `SchedulerSequence`: one request, or one turn of a session."""
+EvictionCallback = Callable[[list[int]], None]
 
 TRIE_NAMES = (
     "allocator",
@@ -115,11 +117,11 @@ class TrieIndex:
             use = Use(sequence.num_new_tokens, hold.num_reused)
         self.index.unpin(hold.hit, use)
 
-    def evict(self, num_blocks: int) -> int:
-        """Remove blocks from the trie and free them; returns how many, at most `num_blocks`."""
+    def evict(self, num_blocks: int) -> list[int]:
+        """Remove blocks from the trie and free them; returns them, at most `num_blocks`."""
         block_ids = self.index.evict(min(num_blocks, self.index.num_evictable))
         if not block_ids:
-            return 0
+            return []
         blocks = np.array(block_ids)
         if (self._trie.allocator.get_ref_count(blocks) != 1).any():
             raise BookkeepingError("something refers to blocks that no sequence holds")
@@ -130,7 +132,7 @@ class TrieIndex:
             self._trie.leaves.discard(node)
         self._trie.leaves |= {node for node in parents if node.parent is not None and not node.children}
         self._trie.allocator.free(blocks)
-        return len(nodes)
+        return list(block_ids)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the index and LMDeploy's trie disagree."""
@@ -168,33 +170,83 @@ class GuidedTrie:
             raise ValueError("blocks are cached already: take the order over before the first request")
         self.trie, self.is_guided = trie, True
         self.paths = TrieIndex(trie, policy_factory, clock)
-        self._wrap()
+        self._callbacks: list[EvictionCallback] = []
+        self.is_patched = hasattr(trie, "hooks") and hasattr(trie.block_manager, "hooks")
+        if self.is_patched:
+            trie.hooks = trie.block_manager.hooks = self
+        else:
+            self._wrap()
+
+    def register_eviction_callback(self, callback: EvictionCallback) -> None:
+        """Call it after each eviction, with the blocks that are free now.
+
+        After `give_back` it is called with our patches only: without them LMDeploy says how many, not which.
+        """
+        self._callbacks.append(callback)
+
+    # -- what LMDeploy calls: by our patches, or by the methods that `_wrap` sets
+
+    def matching(self, sequence: Sequence) -> bool:
+        """Whether to look a sequence up.
+
+        `_schedule_migration` of 0.11.0 passes a list of other sequences here; nothing is found then.
+        """
+        return not isinstance(sequence, list)
+
+    def matched(self, sequence: Sequence) -> None:
+        """After `match`."""
+        self._told(self.paths.matched, sequence)
+
+    def allocated(self, sequence: Sequence) -> None:
+        """After `allocate`."""
+        self._told(self.paths.allocated, sequence)
+
+    def released(self, sequence: Sequence) -> None:
+        """After the block manager's `free`."""
+        self._told(self.paths.released, sequence)
+
+    def evict(self, num_blocks: int) -> int | None:
+        """In place of `evict`; returns None where LMDeploy has to do it."""
+        if not self.is_guided:
+            return None
+        try:
+            blocks = self.paths.evict(num_blocks)
+        except Exception as error:
+            logger.debug("sageLLM: no choice of blocks", exc_info=True)
+            self.give_back(f"{type(error).__name__}: {error}")
+            return None
+        self.evicted(blocks)
+        return len(blocks)
+
+    def evicted(self, blocks: list[int]) -> None:
+        """After an eviction."""
+        for callback in list(self._callbacks) if blocks else ():
+            try:
+                callback(blocks)
+            except Exception as error:  # noqa: BLE001 - a listener may fail in any way; the server goes on
+                self._callbacks.remove(callback)
+                logger.warning("sageLLM: a callback of evictions is left out from now on: %r", error)
 
     def _wrap(self) -> None:
-        trie, manager, paths = self.trie, self.trie.block_manager, self.paths
+        trie, manager = self.trie, self.trie.block_manager
         match, allocate, evict, free = trie.match, trie.allocate, trie.evict, manager.free
 
         def match_and_hold(seq: Sequence) -> None:
-            if isinstance(seq, list):  # `_schedule_migration` of 0.11.0; its KV comes from elsewhere
-                return
-            match(seq)
-            self._told(paths.matched, seq)
+            if self.matching(seq):
+                match(seq)
+                self.matched(seq)
 
         def allocate_and_hold(seq: Sequence) -> None:
             allocate(seq)
-            self._told(paths.allocated, seq)
+            self.allocated(seq)
 
         def free_and_release(msg: Sequence) -> None:
             free(msg)
-            self._told(paths.released, msg)
+            self.released(msg)
 
         def evict_by_policy(max_num_blocks: int) -> int:
-            try:
-                return paths.evict(max_num_blocks)
-            except Exception as error:
-                logger.debug("sageLLM: no choice of blocks", exc_info=True)
-                self.give_back(f"{type(error).__name__}: {error}")
-            return int(evict(max_num_blocks))
+            num_evicted = self.evict(max_num_blocks)
+            return int(evict(max_num_blocks)) if num_evicted is None else num_evicted
 
         trie.match, trie.allocate, trie.evict = match_and_hold, allocate_and_hold, evict_by_policy
         manager.free = free_and_release
@@ -214,9 +266,10 @@ class GuidedTrie:
         if not self.is_guided:
             return
         self.is_guided = False
-        for name in ("match", "allocate", "evict"):
-            del self.trie.__dict__[name]
-        del self.trie.block_manager.__dict__["free"]
+        if not self.is_patched:
+            for name in ("match", "allocate", "evict"):
+                del self.trie.__dict__[name]
+            del self.trie.block_manager.__dict__["free"]
         logger.warning("sageLLM: LMDeploy evicts in its own order from now on: %s", reason)
 
 
