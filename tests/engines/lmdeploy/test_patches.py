@@ -98,7 +98,7 @@ def test_the_plug_in_is_attached_by_its_name(package: Path) -> None:
         assert said[-1] == "NoneType int64"
 
 
-def test_the_tests_of_the_trie_pass_in_a_patched_one(package: Path) -> None:
+def test_the_other_tests_pass_in_a_patched_one(package: Path) -> None:
     run_script("apply", package)
     options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
     python(

@@ -134,6 +134,11 @@ class TrieIndex:
         self._trie.allocator.free(blocks)
         return list(block_ids)
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """Leading tokens of a sequence that are cached; at least one token is not."""
+        num_tokens = (sequence.num_all_ids - 1) // self._size * self._size
+        return self.index.lookup(*_path(sequence, num_tokens)).num_tokens
+
     def check(self) -> None:
         """Raise `BookkeepingError` where the index and LMDeploy's trie disagree."""
         self.index.check()
