@@ -7,7 +7,7 @@ what is a hit stay vLLM's.
 
 The queue has to know what requests do; `GuidedPool` wraps four calls of the pool to tell it:
 
-    touch           a request found a prefix: its path is held, so that it is not evicted
+    touch           a request found a prefix: its path is pinned, so that it is not evicted
     get_new_blocks  the next call after that is for the same request; its first block stands for the request
     free_blocks     the request lets go: its path enters the index, or is used once more
     reset_prefix_cache
@@ -71,7 +71,7 @@ class GuidedQueue:
         self._spare: dict[int, Block] = {}
         self._last: deque[Block] = deque()
         self._indexed = bytearray(len(self._blocks))
-        self._holds: dict[int, PrefixHit] = {}
+        self._pins: dict[int, PrefixHit] = {}
         self._unclaimed: dict[int, PrefixHit] = {}
         self._touched: PrefixHit | None = None
         self._uses: dict[int, Use] = {}
@@ -140,7 +140,7 @@ class GuidedQueue:
         self.num_free_blocks += len(gone)
         if self.num_restarts == 1:
             logger.warning(
-                "sageLLM: free blocks were still held by requests that are gone; the order of eviction"
+                "sageLLM: free blocks were still pinned by requests that are gone; the order of eviction"
                 " begins anew"
             )
         rest = [self._uncached.popleft() for _ in range(min(num_blocks, len(self._uncached)))]
@@ -184,12 +184,12 @@ class GuidedQueue:
     # -- what requests do
 
     def touched(self, blocks: Sequence[Block]) -> None:
-        """A request found these blocks; hold them if they are a prompt's first ones."""
+        """A request found these blocks; pin them if they are a prompt's first ones."""
         path = self._path(blocks)
         if path is None:
             return
         if self._touched is not None:
-            self._hold_unclaimed(self._touched)
+            self._keep_unclaimed(self._touched)
         block_ids = array("i", [block.block_id for block in blocks])
         hit = self.index.pin(self.index.lookup(path))
         known = self.index.block_ids(hit)
@@ -204,7 +204,7 @@ class GuidedQueue:
     def claimed(self, blocks: Sequence[Block]) -> None:
         """New blocks; the first one after `touched` stands for the request that found those."""
         if self._touched is not None and blocks:
-            self._holds[blocks[0].block_id], self._touched = self._touched, None
+            self._pins[blocks[0].block_id], self._touched = self._touched, None
 
     def finished(self, block_ids: Sequence[int], use: Use) -> None:
         """A request is about to free these blocks. `use`: what the policy may know."""
@@ -220,10 +220,10 @@ class GuidedQueue:
         path = self._path(cached)
         if path is None:  # nothing is cached, or another connector lets go of single blocks
             return
-        hold, hit = self._hold_of(blocks), self._insert(path, array("i", [b.block_id for b in cached]))
-        if hold is not None:
-            self.index.unpin(hold)
-            use = use if use is NO_USE else use._replace(num_reused_blocks=hold.num_blocks)
+        pin, hit = self._pin_of(blocks), self._insert(path, array("i", [b.block_id for b in cached]))
+        if pin is not None:
+            self.index.unpin(pin)
+            use = use if use is NO_USE else use._replace(num_reused_blocks=pin.num_blocks)
         self.index.unpin(hit, use)
 
     def cleared(self) -> None:
@@ -253,7 +253,7 @@ class GuidedQueue:
         return path_of([block.block_hash for block in blocks])
 
     def _insert(self, path: Tokens, block_ids: BlockIds) -> PrefixHit:
-        """Hold a path. Where it was not in the index, it is in these blocks."""
+        """Pin a path. Where it was not in the index, it is in these blocks."""
         result = self.index.insert(path, block_ids, pin=True)
         for block_id in block_ids[result.num_existing :]:
             self._indexed[block_id] = True
@@ -270,22 +270,22 @@ class GuidedQueue:
                 self._spare[old] = self._blocks[old]
         self.index.replace_blocks(hit, kept)
 
-    def _hold_unclaimed(self, hit: PrefixHit) -> None:
+    def _keep_unclaimed(self, hit: PrefixHit) -> None:
         last = self.index.block_ids(hit)[-1]
         former = self._unclaimed.pop(last, None)
         if former is not None:
             self.index.unpin(former)
         self._unclaimed[last] = hit
 
-    def _hold_of(self, blocks: Sequence[Block]) -> PrefixHit | None:
-        """What the request that lets go of these blocks holds.
+    def _pin_of(self, blocks: Sequence[Block]) -> PrefixHit | None:
+        """The pin of the request that lets go of these blocks.
 
         A request's own first block lies behind those that it found, so the deepest one that stands for a
         request stands for this one.
         """
         for block in blocks:
-            if block.block_id in self._holds:
-                return self._holds.pop(block.block_id)
+            if block.block_id in self._pins:
+                return self._pins.pop(block.block_id)
         return self._unclaimed.pop(blocks[0].block_id, None)
 
     def check(self) -> None:
@@ -325,7 +325,7 @@ class GuidedPool:
         touch, get_new_blocks, free_blocks = pool.touch, pool.get_new_blocks, pool.free_blocks
         reset_prefix_cache = pool.reset_prefix_cache
 
-        def touch_and_hold(blocks: Sequence[Block]) -> None:
+        def touch_and_pin(blocks: Sequence[Block]) -> None:
             touch(blocks)
             self._told(queue.touched, blocks)
 
@@ -347,7 +347,7 @@ class GuidedPool:
                 self._told(queue.cleared)
             return done
 
-        pool.touch, pool.get_new_blocks = touch_and_hold, get_and_claim
+        pool.touch, pool.get_new_blocks = touch_and_pin, get_and_claim
         pool.free_blocks, pool.reset_prefix_cache = release_and_free, reset_and_clear
 
     def _told(self, listener: Callable[..., None], *arguments: Any) -> None:

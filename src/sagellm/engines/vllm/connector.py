@@ -91,6 +91,9 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Why nothing can be decided for this model; empty if it can."""
         if not pool.enable_caching:
             return "prefix caching is switched off"
+        parallel = self._vllm_config.parallel_config
+        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+            return "context parallelism spreads a block over several ranks"
         groups = self._kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             return f"the model has {len(groups)} KV cache groups; one is supported"

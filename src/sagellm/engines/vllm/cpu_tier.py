@@ -95,7 +95,7 @@ class SageCachePolicy(CachePolicy):  # type: ignore[misc]
                 self._spare[key] = None
 
     def evict(self, n: int, protected: set[Key]) -> list[tuple[Key, ChunkStatus]] | None:
-        """Take out exactly `n` chunks that nothing reads; None, and no change, if there are fewer."""
+        """Take out exactly `n` chunks that nothing reads. None if there are fewer."""
         if n > self._num_idle - sum(self._is_idle(key) for key in protected):
             return None
         gone: list[tuple[Key, ChunkStatus]] = []
