@@ -18,7 +18,7 @@ TESTS := not gpu and not slow and not peer
 # As many at a time as there are cores, at most four: each holds a gigabyte.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo serve test test-vllm test-lmdeploy check fast mutants format docs clean
+.PHONY: help demo serve test test-vllm test-lmdeploy test-sglang check fast mutants format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ test-vllm: ## the adapter inside a real vLLM; VLLM_PYTHON=the python of its envi
 test-lmdeploy: ## the adapter inside a real LMDeploy; LMDEPLOY_PYTHON=the python of its environment, with pytest and hypothesis
 	@test -n "$(LMDEPLOY_PYTHON)" || { echo "set LMDEPLOY_PYTHON=/path/to/python of an environment with lmdeploy" >&2; exit 1; }
 	PYTHONPATH=src:. $(LMDEPLOY_PYTHON) -m pytest -o addopts= -W default -p no:cacheprovider tests/engines/guests tests/engines/lmdeploy $(ARGS)
+
+test-sglang: ## the adapter inside a real SGLang; SGLANG_PYTHON=the python of its environment, with pytest and hypothesis
+	@test -n "$(SGLANG_PYTHON)" || { echo "set SGLANG_PYTHON=/path/to/python of an environment with sglang" >&2; exit 1; }
+	PYTHONPATH=src:. $(SGLANG_PYTHON) -m pytest -o addopts= -W default -p no:cacheprovider tests/engines/guests tests/engines/sglang $(ARGS)
 
 fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
 	$(BIN)/ruff check $(CODE)

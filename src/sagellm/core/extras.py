@@ -22,6 +22,7 @@ EXTRA_OF: Mapping[str, str] = {
     "pyarrow": "plots",
     "transformers": "transformers",
     "vllm": "vllm",
+    "sglang": "sglang",
 }
 """By the name under which a package is imported."""
 

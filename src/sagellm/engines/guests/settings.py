@@ -38,7 +38,7 @@ class GuestSettings:
         if not isinstance(given.get("options", {}), dict):
             raise ConfigError(f"options must be a mapping, got {made.options!r}")
         if taken := sorted({"capacity", "clock", "seed", "model"} & made.options.keys()):
-            raise ConfigError(f"options: {', '.join(taken)} is given by vLLM's pool: leave it out")
+            raise ConfigError(f"options: {', '.join(taken)} is given by the host's cache: leave it out")
         make_policy(made.policy, capacity=1, clock=MonotonicClock(), **made.options)
         return made
 

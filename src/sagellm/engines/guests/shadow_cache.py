@@ -13,8 +13,11 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import NO_USE, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import Tokens
-from sagellm.engines.guests.paths import TOKENS_PER_DIGEST, Digests, index_of_digests, path_of
+from sagellm.core.types import Namespace, Tokens
+from sagellm.engines.guests.paths import TOKENS_PER_DIGEST, Digests, path_of
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
+
+NO_NAMESPACE = Namespace()
 
 
 @dataclass(slots=True)
@@ -37,33 +40,44 @@ class ReuseCount:
 class ShadowCache:
     """A cache of `capacity` blocks with an eviction policy.
 
-    `num_open`: blocks of each request that are not full, and so not cached.
+    Prompts are block hashes, or tokens of which `block_tokens` make a block. `num_open`: blocks of each
+    request that are not full, and so not cached.
     """
 
     def __init__(
-        self, capacity: int, policy_factory: PolicyFactory, clock: Clock, *, num_open: int = 0
+        self,
+        capacity: int,
+        policy_factory: PolicyFactory,
+        clock: Clock,
+        *,
+        num_open: int = 0,
+        block_tokens: int = TOKENS_PER_DIGEST,
     ) -> None:
         self.capacity, self.reuse, self._num_open = capacity, ReuseCount(), num_open
-        self._index = index_of_digests(policy_factory, clock)
+        self._block_tokens = block_tokens
+        self._index = RadixIndex(block_tokens, clock=clock, policy_factory=policy_factory)
         self._free = array("i", range(capacity))
         self._held: dict[str, tuple[PrefixHit, int]] = {}
 
-    def admit(self, request_id: str, prompt: Digests, max_hits: int) -> int:
+    def admit(
+        self, request_id: str, prompt: Digests | Tokens, max_hits: int, namespace: Namespace = NO_NAMESPACE
+    ) -> int:
         """A request begins; returns how many leading blocks it would reuse, at most `max_hits`."""
-        path = path_of(prompt)
-        hit = self._index.pin(self._index.lookup(path))
+        path = prompt if isinstance(prompt, Tokens) else path_of(prompt)
+        hit = self._index.pin(self._index.lookup(path, namespace))
         num_hits = min(hit.num_blocks, max_hits)
-        self.reuse.add(len(prompt), num_hits)
+        self.reuse.add(len(path) // self._block_tokens, num_hits)
         self._held[request_id] = hit, num_hits
         self._held[request_id] = self._extend(hit, path), num_hits
         return num_hits
 
-    def finish(self, request_id: str, digests: Digests, use: Use = NO_USE) -> None:
+    def finish(self, request_id: str, digests: Digests | Tokens, use: Use = NO_USE) -> None:
         """The request ends with these blocks, its prompt's and its output's."""
         held = self._held.get(request_id)
         if held is None:
             return
-        hit, num_reused = self._extend(held[0], path_of(digests)), held[1]
+        path = digests if isinstance(digests, Tokens) else path_of(digests)
+        hit, num_reused = self._extend(held[0], path), held[1]
         del self._held[request_id]
         self._index.unpin(hit, use._replace(num_reused_blocks=num_reused) if use is not NO_USE else use)
 
@@ -73,21 +87,21 @@ class ShadowCache:
 
     def _extend(self, hit: PrefixHit, path: Tokens) -> PrefixHit:
         """Hold more of a path; as much as fits beside what others hold."""
-        index, num_blocks = self._index, len(path) // TOKENS_PER_DIGEST
-        resident = max(hit.num_blocks, index.lookup(path).num_blocks)
+        index, num_blocks, namespace = self._index, len(path) // self._block_tokens, hit.namespace
+        resident = max(hit.num_blocks, index.lookup(path, namespace).num_blocks)
         num_open = self._num_open * len(self._held)
         while (short := num_blocks - resident + num_open - len(self._free)) > 0:
             if not index.num_evictable:
                 num_blocks -= short
                 break
             self._free += index.evict(min(short, index.num_evictable)) or array("i")
-            resident = max(hit.num_blocks, index.lookup(path).num_blocks)
+            resident = max(hit.num_blocks, index.lookup(path, namespace).num_blocks)
         if num_blocks <= hit.num_blocks:
             return hit
         first_new = len(self._free) - max(0, num_blocks - resident)
         block_ids = array("i", bytes(4 * min(resident, num_blocks))) + self._free[first_new:]
         del self._free[first_new:]
-        longer = index.insert(path, block_ids, pin=True).hit
+        longer = index.insert(path, block_ids, namespace, pin=True).hit
         index.unpin(hit)
         return longer
 

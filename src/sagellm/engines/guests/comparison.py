@@ -1,0 +1,104 @@
+"""`Comparison`: what the host reuses, and what other caches of its size would.
+
+They are `ShadowCache`s, one with LRU and one with our policy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sagellm.core.clock import Clock
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
+from sagellm.core.types import Namespace, Tokens
+from sagellm.engines.build import make_policy
+from sagellm.engines.guests.settings import GuestSettings
+from sagellm.engines.guests.shadow_cache import ReuseCount, ShadowCache
+
+JUDGED_TOKENS = 160_000
+"""The guard judges after so many tokens of prompts."""
+MAX_LOSS = 0.01
+"""Of all blocks of prompts: further than this behind LRU's shadow, the policy is switched off."""
+
+
+class Comparison:
+    """Counts of one cache of the host. `give_back` hands the host its own order back; None: it has it."""
+
+    def __init__(
+        self,
+        host: str,
+        capacity: int,
+        block_size: int,
+        block_tokens: int,
+        settings: GuestSettings,
+        clock: Clock,
+    ) -> None:
+        self.host, self.settings, self._capacity, self._clock = host, settings, capacity, clock
+        self._block_size, self._reported_s = block_size, clock.now()
+        self.reuse = ReuseCount()
+        self.give_back: Callable[[str], None] | None = None
+        made = partial(
+            ShadowCache, capacity, clock=clock, block_tokens=block_tokens, num_open=int(block_size > 1)
+        )
+        self.shadows = {"lru": made(lambda: self._make("lru"))}
+        self.shadows[settings.policy] = made(self.policy)
+
+    def policy(self) -> EvictionPolicy:
+        """The policy of the settings, as large as the host's cache."""
+        return self._make(self.settings.policy, **self.settings.options)
+
+    def _make(self, name: str, **options: Any) -> EvictionPolicy:
+        return make_policy(name, capacity=self._capacity, clock=self._clock, **options)
+
+    def began(
+        self, request_id: str, prompt: Tokens, num_found: int, num_tokens: int, space: Namespace
+    ) -> None:
+        """A request begins.
+
+        It reuses `num_found` blocks of a prompt of `num_tokens`; `prompt` has the whole blocks.
+        """
+        self.reuse.add(num_tokens // self._block_size, num_found)
+        for shadow in self.shadows.values():
+            shadow.admit(request_id, prompt, (num_tokens - 1) // self._block_size, space)
+        self._judge()
+
+    def ended(self, request_id: str, path: Tokens, use: Use = NO_USE) -> None:
+        """The request ends with this path, its prompt's and its output's."""
+        for shadow in self.shadows.values():
+            shadow.finish(request_id, path, use)
+        if self.settings.report_s and self._clock.now() - self._reported_s >= self.settings.report_s:
+            self.report()
+
+    def cleared(self) -> None:
+        """The host has emptied its cache."""
+        for shadow in self.shadows.values():
+            shadow.clear()
+
+    def _judge(self) -> None:
+        """Give the host its own order back where the policy loses.
+
+        Shadow is compared with shadow; the host counts blocks of running requests at other moments.
+        """
+        lru, ours = self.shadows["lru"].reuse, self.shadows[self.settings.policy].reuse
+        num_blocks, behind = ours.num_blocks, lru.num_hits - ours.num_hits
+        if num_blocks * self._block_size < JUDGED_TOKENS or behind <= MAX_LOSS * num_blocks:
+            return
+        if self.give_back is not None:
+            give_back, self.give_back = self.give_back, None
+            give_back(f"{self.settings.policy} reuses {behind} of {num_blocks} blocks fewer than LRU would")
+
+    def report(self) -> None:
+        """One line in the log."""
+        self._reported_s = self._clock.now()
+        shadows = ", ".join(
+            f"{name} {shadow.reuse.ratio:.2%} ({shadow.reuse.num_hits - self.reuse.num_hits:+d} blocks)"
+            for name, shadow in self.shadows.items()
+        )
+        logging.getLogger(f"sagellm.{self.host.lower()}").info(
+            "sageLLM: order of eviction: %s; %.2f %% of %d blocks of prompts were reused; a cache of this"
+            " size would have reused with %s",
+            f"{self.host}'s own" if self.give_back is None else self.settings.policy,
+            100 * self.reuse.ratio, self.reuse.num_blocks, shadows,
+        )  # fmt: skip
