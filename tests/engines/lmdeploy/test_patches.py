@@ -87,8 +87,11 @@ def test_the_plug_in_is_attached_by_its_name(package: Path) -> None:
     run_script("apply", package)
     named = {"LMDEPLOY_KV_PLUGIN": "sagellm.engines.lmdeploy:attach"}
     said = python(package, "-c", ATTACHED, **named).splitlines()
-    assert "evictions by the policy adaptive" in said[0]
-    assert said[1] == "GuidedTrie float64"
+    assert "sageLLM: mode shadow, policy adaptive" in said[0]
+    assert said[1] == "LMDeployEngine int64"
+    said = python(package, "-c", ATTACHED, **named, SAGELLM_LMDEPLOY='{"mode": "on"}').splitlines()
+    assert "sageLLM: mode on, policy adaptive" in said[0]
+    assert said[1] == "LMDeployEngine float64"
     for variables, warning in (
         ({"LMDEPLOY_KV_PLUGIN": "not_there:attach"}, "no plug-in not_there:attach"),
         ({**named, "SAGELLM_LMDEPLOY": '{"policy": "unknown"}'}, "LMDeploy evicts in its own order"),

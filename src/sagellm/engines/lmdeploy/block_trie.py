@@ -54,8 +54,8 @@ TRIE_NAMES = (
     "_roots",
 )
 ALLOCATOR_NAMES = ("get_ref_count", "free", "_log_mem")
-UNFINISHED = frozenset({"WAITING", "RUNNING", "LOCKED", "WAITING_MIGRATION", "RUNNING_MIGRATION"})
-"""A sequence that loses its blocks in one of these states has been preempted."""
+UNFINISHED = frozenset({"WAITING", "WAITING_MIGRATION"})
+"""A sequence that loses its blocks in one of these states was preempted, or cancelled before it ran again."""
 
 
 class Hold(NamedTuple):
@@ -80,7 +80,7 @@ class TrieIndex:
         former = self._holds.get(sequence.seq_id)
         if num_tokens == (former.hit.num_tokens if former else 0):
             return
-        hit = self.index.pin(self.index.lookup(*_path(sequence, num_tokens)))
+        hit = self.index.pin(self.index.lookup(*sequence_path(sequence, num_tokens)))
         if hit.num_tokens != num_tokens:
             raise BookkeepingError(f"LMDeploy found {num_tokens} tokens, the index {hit.num_tokens}")
         self._hold(sequence, Hold(hit, hit.num_blocks))
@@ -92,7 +92,7 @@ class TrieIndex:
         former = self._holds.get(sequence.seq_id)
         if node is None or node.num_matched == (former.hit.num_tokens if former else 0):
             return
-        tokens, namespace = _path(sequence, node.num_matched)
+        tokens, namespace = sequence_path(sequence, node.num_matched)
         block_ids = array("i", blocks[: node.num_matched // self._size].tolist())
         result = self.index.insert(tokens, block_ids, namespace, pin=True)
         self._hold(sequence, Hold(result.hit, former.num_reused if former else 0))
@@ -137,12 +137,12 @@ class TrieIndex:
     def num_cached(self, sequence: Sequence) -> int:
         """Leading tokens of a sequence that are cached; at least one token is not."""
         num_tokens = (sequence.num_all_ids - 1) // self._size * self._size
-        return self.index.lookup(*_path(sequence, num_tokens)).num_tokens
+        return self.index.lookup(*sequence_path(sequence, num_tokens)).num_tokens
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the index and LMDeploy's trie disagree."""
         self.index.check()
-        nodes = {node.block: node for root in self._trie._roots.values() for node in _below(root)}
+        nodes = cached_blocks(self._trie)
         if nodes != self._nodes or sorted(nodes) != sorted(self.index.all_block_ids()):
             raise BookkeepingError(
                 f"LMDeploy's trie has {len(nodes)} blocks, the index {self.index.num_cached}"
@@ -162,10 +162,12 @@ class GuidedTrie:
     """A `BlockTrie` in which a policy chooses what is evicted, until `give_back`.
 
     Raises `AttributeError` naming what this version of LMDeploy lacks, and `ValueError` if the trie is not
-    empty or switched off, before anything is changed.
+    empty or switched off, before anything is changed. Not `decides`: it only passes evictions on.
     """
 
-    def __init__(self, trie: Trie, policy_factory: PolicyFactory, clock: Clock) -> None:
+    def __init__(
+        self, trie: Trie, policy_factory: PolicyFactory, clock: Clock, *, decides: bool = True
+    ) -> None:
         _require(trie, TRIE_NAMES)
         _require(trie.allocator, ALLOCATOR_NAMES)
         _require(trie.block_manager, ("free",))
@@ -173,7 +175,7 @@ class GuidedTrie:
             raise ValueError("prefix caching is switched off: start LMDeploy with enable_prefix_caching")
         if trie.leaves:
             raise ValueError("blocks are cached already: take the order over before the first request")
-        self.trie, self.is_guided = trie, True
+        self.trie, self.is_guided = trie, decides
         self.paths = TrieIndex(trie, policy_factory, clock)
         self._callbacks: list[EvictionCallback] = []
         self.is_patched = hasattr(trie, "hooks") and hasattr(trie.block_manager, "hooks")
@@ -287,10 +289,15 @@ def repair_clock(trie: Trie) -> None:
     memory.access_time = memory.access_time.astype(np.float64)
 
 
-def _path(sequence: Sequence, num_tokens: int) -> tuple[Tokens, Namespace]:
+def sequence_path(sequence: Sequence, num_tokens: int) -> tuple[Tokens, Namespace]:
     """The first tokens of a sequence; sequences of different adapters share nothing."""
     data = sequence.history_cache[:num_tokens].astype(np.int32).tobytes()
     return Tokens.frombytes(data), Namespace(adapter=sequence.adapter_name or "")
+
+
+def cached_blocks(trie: Trie) -> dict[int, Node]:
+    """The blocks of a trie, by their logical ids."""
+    return {node.block: node for root in trie._roots.values() for node in _below(root)}
 
 
 def _below(root: Node) -> Iterable[Node]:
