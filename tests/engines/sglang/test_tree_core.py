@@ -12,7 +12,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from benchmarks.hosts.sglang import Request, Serving, guided_cache, prefix_cache
@@ -262,3 +264,38 @@ def test_an_error_of_the_policy_gives_the_order_back(caplog: pytest.LogCaptureFi
     assert "RuntimeError: no idea" in caplog.text
     world.cache.sanity_check()
     assert world.cache.token_to_kv_pool_allocator.available_size() + world.cache.evictable_size() == 30
+
+
+def test_what_has_a_copy_in_host_memory_is_demoted_and_comes_back() -> None:
+    """HiCache's calls on the tree, with host values set by hand: there is no device to copy from."""
+    world = World(40, "lru")
+    cache, core = world.cache, world.cache.tree_core
+    prompts = [[family] * 18 for family in (1, 2)]
+    for prompt in prompts:
+        world.end(world.begin(prompt) or Request("", array("q")))
+    core.set_hicache_enabled()
+    for node in [core.node_by_id(node_id) for node_id in list(core._node_arena)][1:]:
+        full = node.component_data[ComponentType.FULL]
+        full.host_value = full.value.clone()
+        core._update_duplicate_tracking(node)
+    cache.evict(EvictParams(num_tokens=7))
+    cache.evict(EvictParams(num_tokens=13))
+    world.check()
+    found = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompts[0]))))
+    assert (found.device_prefix_len, found.host_hit_length) == (0, 18)
+    found = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompts[1]))))
+    assert (found.device_prefix_len, found.host_hit_length) == (16, 2)
+    node_id = found.best_match_node
+    transfer, others = core.build_load_back_spec(node_id)
+    slots = cache.token_to_kv_pool_allocator.alloc(len(transfer.host_indices))
+    core.commit_load_back(node_id, slots, transfer, others)
+    lock = cache.lock(node_id)
+    core.finish_load_back(node_id)
+    world.check()
+    assert core.mirror.num_evictable == 0
+    cache.evict(EvictParams(num_tokens=40))
+    assert cache.protected_size() == 18
+    cache.unlock(lock)
+    world.check()
+    cache.evict(EvictParams(num_tokens=40))
+    assert cache.token_to_kv_pool_allocator.available_size() == 40
