@@ -29,6 +29,8 @@ OF_OTHER_CLASSES = {
     ("benchmarks/simulate/cluster.py", "self.served[int(name)].num_preemptions"),
 }
 """Attributes of the same name of objects that are no request states."""
+OWNERS = {"engines/request_table.py", "engines/guests/hosted_passes.py"}
+"""The second owns the states of requests that run in another engine."""
 
 
 def slots(state: RequestState, num_tokens: int = 0) -> int:
@@ -182,6 +184,6 @@ def test_only_the_table_moves_requests() -> None:
         (str(path.relative_to(SOURCE)), ast.unparse(target))
         for path in SOURCE.rglob("*.py")
         for target in _assigned(ast.parse(path.read_text(encoding="utf-8")))
-        if target.attr in OWNED and path.name != "request_table.py"
+        if target.attr in OWNED
     }
-    assert found == OF_OTHER_CLASSES
+    assert {place for place in found if place[0] not in OWNERS} == OF_OTHER_CLASSES

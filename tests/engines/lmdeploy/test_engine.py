@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from sagellm.engines.guests import comparison
 from sagellm.engines.guests.settings import GuestSettings
-from sagellm.engines.lmdeploy import engine as module
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 from tests.engines.lmdeploy.drivers import SIZE, Driver, nodes
 from tests.engines.lmdeploy.test_block_trie import finished, workload
@@ -37,28 +37,28 @@ def test_it_counts_and_a_shadow_changes_nothing(mode: str) -> None:
     expected = workload(Driver(80, None), 2)
     driver, engine = attached(80, mode=mode, policy="adaptive", report_s=0)
     hits = workload(driver, 2)
-    for shadow in engine.shadows.values():
+    for shadow in engine.comparison.shadows.values():
         shadow.check()
     if mode == "shadow":
         assert hits == expected
-        assert set(engine.shadows) == {"lru", "adaptive"}
+        assert set(engine.comparison.shadows) == {"lru", "adaptive"}
         assert not engine.guided.is_guided
-    assert engine.reuse.num_hits == sum(hits)
-    assert abs(engine.shadows["lru"].reuse.num_hits - sum(expected)) < 0.1 * sum(expected)
+    assert engine.comparison.reuse.num_hits == sum(hits)
+    assert abs(engine.comparison.shadows["lru"].reuse.num_hits - sum(expected)) < 0.1 * sum(expected)
 
 
 def test_a_policy_that_loses_is_switched_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, engine = attached(60, mode="on", policy="lru")
-    monkeypatch.setattr(module, "JUDGED_BLOCKS", 20)
+    driver, engine = attached(60, mode="on", policy="s3fifo")
+    monkeypatch.setattr(comparison, "JUDGED_TOKENS", 20 * SIZE)
     finished(driver, [1] * (12 * SIZE))
-    engine.shadows["lru"].reuse.num_hits += 5
+    engine.comparison.shadows["lru"].reuse.num_hits += 5
     finished(driver, [2] * (12 * SIZE))
     assert engine.guided.is_guided is False
-    assert "lru reused 5 of 24 blocks fewer than LRU would have" in caplog.text
+    assert "s3fifo reuses 5 of 24 blocks fewer than LRU would" in caplog.text
     finished(driver, [3] * (30 * SIZE))
-    assert engine.reuse.num_blocks == 54
+    assert engine.comparison.reuse.num_blocks == 54
 
 
 def test_what_is_known_of_blocks() -> None:
@@ -84,7 +84,7 @@ def test_a_report(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lmdeploy.sagellm")
     for _ in range(2):
         finished(driver, [1] * (2 * SIZE) + [2])
-    engine.report()
+    engine.comparison.report()
     assert "order of eviction: s3fifo; 50.00 % of 4 blocks of prompts were reused" in caplog.text
     assert "with lru 50.00%" in caplog.text
 
@@ -104,7 +104,7 @@ def test_cancelled_requests_are_let_go() -> None:
     finished(driver, [4] * (2 * SIZE))
     assert not engine._found
     assert not engine._admitted
-    for shadow in engine.shadows.values():
+    for shadow in engine.comparison.shadows.values():
         shadow.check()
         assert not shadow._held
 
@@ -116,7 +116,7 @@ def test_an_error_of_the_counts_ends_them(
         raise RuntimeError("no idea")
 
     driver, engine = attached(20, mode="on", policy="lru")
-    monkeypatch.setattr(engine.shadows["lru"], "admit", fails)
+    monkeypatch.setattr(engine.comparison.shadows["lru"], "admit", fails)
     assert [finished(driver, [1] * (2 * SIZE) + [2]) for _ in range(2)] == [0, 2]
     assert caplog.text.count("reuse is not counted any more: RuntimeError('no idea')") == 1
     assert engine.guided.is_guided

@@ -166,8 +166,8 @@ def test_it_gives_up_when_it_loses(
     model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here whatever is not far better than LRU has lost."""
-    monkeypatch.setattr("sagellm.engines.vllm.connector.JUDGED_BLOCKS", 500)
-    monkeypatch.setattr("sagellm.engines.vllm.connector.MAX_LOSS", -0.5)
+    monkeypatch.setattr("sagellm.engines.guests.comparison.JUDGED_TOKENS", 2000)
+    monkeypatch.setattr("sagellm.engines.guests.comparison.MAX_LOSS", -0.5)
     engine = scheduler(model, transfer("on"))
     serve(engine)
     assert "blocks fewer than LRU would" in caplog.text

@@ -6,9 +6,8 @@ They are `ShadowCache`s, one with LRU and one with our policy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
@@ -23,8 +22,18 @@ MAX_LOSS = 0.01
 """Of all blocks of prompts: further than this behind LRU's shadow, the policy is switched off."""
 
 
+class Guide(Protocol):
+    """What has taken the order of eviction over."""
+
+    @property
+    def is_guided(self) -> bool: ...
+
+    def give_back(self, reason: str) -> None:
+        """The host's own order from now on."""
+
+
 class Comparison:
-    """Counts of one cache of the host. `give_back` hands the host its own order back; None: it has it."""
+    """Counts of one cache of the host, and the guard of its `guide`. None: nothing was taken over."""
 
     def __init__(
         self,
@@ -34,11 +43,13 @@ class Comparison:
         block_tokens: int,
         settings: GuestSettings,
         clock: Clock,
+        logger: logging.Logger,
     ) -> None:
+        self._logger = logger
         self.host, self.settings, self._capacity, self._clock = host, settings, capacity, clock
         self._block_size, self._reported_s = block_size, clock.now()
         self.reuse = ReuseCount()
-        self.give_back: Callable[[str], None] | None = None
+        self.guide: Guide | None = None
         made = partial(
             ShadowCache, capacity, clock=clock, block_tokens=block_tokens, num_open=int(block_size > 1)
         )
@@ -85,9 +96,15 @@ class Comparison:
         num_blocks, behind = ours.num_blocks, lru.num_hits - ours.num_hits
         if num_blocks * self._block_size < JUDGED_TOKENS or behind <= MAX_LOSS * num_blocks:
             return
-        if self.give_back is not None:
-            give_back, self.give_back = self.give_back, None
-            give_back(f"{self.settings.policy} reuses {behind} of {num_blocks} blocks fewer than LRU would")
+        if self._is_guided:
+            assert self.guide is not None
+            self.guide.give_back(
+                f"{self.settings.policy} reuses {behind} of {num_blocks} blocks fewer than LRU would"
+            )
+
+    @property
+    def _is_guided(self) -> bool:
+        return self.guide is not None and self.guide.is_guided
 
     def report(self) -> None:
         """One line in the log."""
@@ -96,9 +113,9 @@ class Comparison:
             f"{name} {shadow.reuse.ratio:.2%} ({shadow.reuse.num_hits - self.reuse.num_hits:+d} blocks)"
             for name, shadow in self.shadows.items()
         )
-        logging.getLogger(f"sagellm.{self.host.lower()}").info(
+        self._logger.info(
             "sageLLM: order of eviction: %s; %.2f %% of %d blocks of prompts were reused; a cache of this"
             " size would have reused with %s",
-            f"{self.host}'s own" if self.give_back is None else self.settings.policy,
+            self.settings.policy if self._is_guided else f"{self.host}'s own",
             100 * self.reuse.ratio, self.reuse.num_blocks, shadows,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 In the mode `shadow` nothing is decided: the log says how many blocks of prompts LMDeploy reused, and how many
 a cache of the same size would have reused with our policy and with LRU. In the mode `on` the policy decides
-what is evicted; if LMDeploy then reuses fewer blocks than the LRU of the shadow cache, it gets its own order
+what is evicted; if its shadow cache then reuses fewer blocks than that of LRU, LMDeploy gets its own order
 back, with its clock repaired.
 """
 
@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sagellm.core.clock import Clock
-from sagellm.core.protocols.eviction import EvictionPolicy, Use
-from sagellm.core.types import TOKEN_BYTES
-from sagellm.engines.build import make_policy
-from sagellm.engines.guests import Digests, ReuseCount, ShadowCache
+from sagellm.core.protocols.eviction import Use
+from sagellm.core.types import Tokens
+from sagellm.engines.guests.comparison import Comparison
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.lmdeploy.block_trie import (
     UNFINISHED,
@@ -29,13 +28,8 @@ from sagellm.engines.lmdeploy.block_trie import (
     repair_clock,
     sequence_path,
 )
-from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 logger = logging.getLogger("lmdeploy.sagellm")
-JUDGED_BLOCKS = 10_000
-"""The guard judges after so many blocks of prompts."""
-MAX_LOSS = 0.01
-"""Of all blocks of prompts: further than this behind LRU's shadow, the policy is switched off."""
 
 
 class LMDeployBlock(NamedTuple):
@@ -56,25 +50,15 @@ class LMDeployEngine:
         trie, manager = scheduler.block_trie, scheduler.block_manager
         if not (hasattr(trie, "hooks") and hasattr(manager, "hooks")):
             raise AttributeError("this LMDeploy has no patch 0001-extend-kv-manager-api or 0002")
-        self._trie, self._settings, self._clock = trie, settings, clock
-        self._size, capacity = int(trie.block_size), int(manager.num_gpu_blocks)
-
-        def policy(name: str = settings.policy, **options: Any) -> EvictionPolicy:
-            return make_policy(name, capacity=capacity, clock=clock, **options)
-
-        def wanted() -> EvictionPolicy:
-            return policy(**settings.options)
-
-        self.guided = GuidedTrie(trie, wanted, clock, decides=settings.mode == "on")
-        self.shadows = {"lru": ShadowCache(capacity, lambda: policy("lru"), clock)}
-        if settings.mode == "shadow":
-            self.shadows[settings.policy] = ShadowCache(capacity, wanted, clock)
-        else:
+        self._trie, self._settings, self._size = trie, settings, int(trie.block_size)
+        capacity = int(manager.num_gpu_blocks)
+        self.comparison = Comparison("LMDeploy", capacity, self._size, self._size, settings, clock, logger)
+        self.guided = GuidedTrie(trie, self.comparison.policy, clock, decides=settings.mode == "on")
+        self.comparison.guide, self._is_counting = self.guided, True
+        if settings.mode == "on":
             repair_clock(trie)
-        self.reuse = ReuseCount()
         self._found: dict[int, int] = {}
         self._admitted: set[int] = set()
-        self._reported_s = clock.now()
         trie.hooks = manager.hooks = self
 
     # -- for other parts
@@ -101,7 +85,7 @@ class LMDeployEngine:
     def matched(self, sequence: Sequence) -> None:
         """After `match`."""
         self.guided.matched(sequence)
-        if self.shadows and sequence.seq_id not in self._admitted:
+        if self._is_counting and sequence.seq_id not in self._admitted:
             self._found[sequence.seq_id] = sequence.num_history_ids // self._size
 
     def allocated(self, sequence: Sequence) -> None:
@@ -116,18 +100,14 @@ class LMDeployEngine:
         self._forget_cancelled(sequence.seq_manager)
         self._admitted.add(sequence.seq_id)
         num_tokens = sequence.output_start_pos
-        prompt = self._digests(sequence, num_tokens)
-        self.reuse.add(len(prompt), found)
-        for shadow in self.shadows.values():
-            shadow.admit(str(sequence.seq_id), prompt, (num_tokens - 1) // self._size)
-        self._judge()
+        prompt, namespace = sequence_path(sequence, num_tokens - num_tokens % self._size)
+        self.comparison.began(str(sequence.seq_id), prompt, found, num_tokens, namespace)
 
     def _forget_cancelled(self, manager: Any) -> None:
         """Let go of sequences that were cancelled while they waited to run again."""
         for number in self._admitted - manager._seq_map.keys():
             self._admitted.discard(number)
-            for shadow in self.shadows.values():
-                shadow.finish(str(number), [])
+            self.comparison.ended(str(number), Tokens())
         for number in self._found.keys() - manager._seq_map.keys():
             del self._found[number]
 
@@ -139,13 +119,13 @@ class LMDeployEngine:
 
     def _watch(self, listener: Callable[[Sequence], None], sequence: Sequence) -> None:
         """Count while counting works; an error ends the counts, never a request."""
-        if not self.shadows:
+        if not self._is_counting:
             return
         try:
             listener(sequence)
         except Exception as error:  # noqa: BLE001 - the server must go on
             logger.warning("sageLLM: reuse is not counted any more: %r", error)
-            self.shadows.clear()
+            self._is_counting = False
             self._found.clear()
             self._admitted.clear()
 
@@ -156,12 +136,9 @@ class LMDeployEngine:
         if sequence.seq_id not in self._admitted:
             return
         self._admitted.discard(sequence.seq_id)
-        digests = self._digests(sequence, sequence.num_all_ids)
-        for shadow in self.shadows.values():
-            shadow.finish(str(sequence.seq_id), digests, Use(sequence.num_new_tokens))
-        now_s = self._clock.now()
-        if self._settings.report_s and now_s - self._reported_s >= self._settings.report_s:
-            self.report()
+        num_tokens = sequence.num_all_ids
+        path, _ = sequence_path(sequence, num_tokens - num_tokens % self._size)
+        self.comparison.ended(str(sequence.seq_id), path, Use(sequence.num_new_tokens))
 
     def evict(self, num_blocks: int) -> int | None:
         """In place of `evict`; None where LMDeploy has to do it."""
@@ -170,31 +147,3 @@ class LMDeployEngine:
     def evicted(self, blocks: list[int]) -> None:
         """After an eviction of LMDeploy's."""
         self.guided.evicted(blocks)
-
-    # -- reports
-
-    def _digests(self, sequence: Sequence, num_tokens: int) -> Digests:
-        tokens, namespace = sequence_path(sequence, num_tokens)
-        return chain(tokens.tobytes(), self._size * TOKEN_BYTES, namespace)
-
-    def _judge(self) -> None:
-        """Give LMDeploy its own order back where the policy loses."""
-        if not self.guided.is_guided or self.reuse.num_blocks < JUDGED_BLOCKS:
-            return
-        behind = self.shadows["lru"].reuse.num_hits - self.reuse.num_hits
-        if behind > MAX_LOSS * self.reuse.num_blocks:
-            self.guided.give_back(
-                f"{self._settings.policy} reused {behind} of {self.reuse.num_blocks} blocks fewer than LRU"
-                " would have"
-            )
-
-    def report(self) -> None:
-        """One line in the log."""
-        self._reported_s = self._clock.now()
-        order = self._settings.policy if self.guided.is_guided else "LMDeploy's own"
-        shadows = ", ".join(f"{name} {shadow.reuse.ratio:.2%}" for name, shadow in self.shadows.items())
-        logger.info(
-            "sageLLM: order of eviction: %s; %.2f %% of %d blocks of prompts were reused; a cache of this"
-            " size would have reused with %s",
-            order, 100 * self.reuse.ratio, self.reuse.num_blocks, shadows,
-        )  # fmt: skip

@@ -73,7 +73,7 @@ def make_core(
         return create_tree_core(STOCK, params, components)
     cache, page_size = components[ComponentType.FULL].cache, params.page_size
     capacity = params.token_to_kv_pool_allocator.size // page_size
-    comparison = Comparison("SGLang", capacity, page_size, TOKENS_PER_ID * page_size, settings, clock)
+    comparison = Comparison("SGLang", capacity, page_size, TOKENS_PER_ID * page_size, settings, clock, logger)
     core = None
     if settings.mode == "on":
         core = _guided(params, components, comparison, clock, policy or comparison.policy)
@@ -112,7 +112,7 @@ def _guided(params: Any, components: Any, comparison: Comparison, clock: Clock, 
         lambda: Mirror(params.page_size, policy, clock),
         params.token_to_kv_pool_allocator.available_size,
     )
-    comparison.give_back = core.give_back
+    comparison.guide = core
     return core
 
 

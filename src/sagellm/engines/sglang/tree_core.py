@@ -73,6 +73,11 @@ class GuidedTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         self.wanted_free: int | None = None
         self.num_unknown = 0
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether a policy chooses."""
+        return self.mirror is not None
+
     def give_back(self, reason: str) -> None:
         """SGLang's own choice from now on; what is cached stays."""
         if self.mirror is not None:

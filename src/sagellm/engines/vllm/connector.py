@@ -23,9 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sagellm.core.clock import MonotonicClock
-from sagellm.core.protocols.eviction import EvictionPolicy, Use
-from sagellm.engines.build import make_policy
-from sagellm.engines.guests import ReuseCount, ShadowCache
+from sagellm.core.protocols.eviction import Use
+from sagellm.core.types import Namespace
+from sagellm.engines.guests import ReuseCount, path_of
+from sagellm.engines.guests.comparison import Comparison
+from sagellm.engines.guests.paths import TOKENS_PER_DIGEST
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.vllm.block_pool import GuidedPool
 
@@ -40,10 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
-JUDGED_BLOCKS = 10_000
-"""The guard judges after so many blocks of prompts."""
-MAX_LOSS = 0.01
-"""Of all blocks of prompts: further than this behind LRU's shadow, the policy is switched off."""
 
 
 class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -54,12 +52,9 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = GuestSettings.of(dict(self._kv_transfer_config.kv_connector_extra_config))
-        self._clock = MonotonicClock()
+        self._comparison: Comparison | None = None
         self._guided: GuidedPool | None = None
-        self._shadows: dict[str, ShadowCache] = {}
-        self._vllm = ReuseCount()
         self._found: dict[str, int] = {}
-        self._reported_s = self._clock.now()
         self._size = 1
 
     # -- in the scheduler
@@ -70,20 +65,14 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if refusal:
             logger.warning("sageLLM does nothing here: %s", refusal)
             return
-        self._size, capacity = gpu_block_pool.hash_block_size, gpu_block_pool.num_gpu_blocks - 1
-
-        def policy(name: str = self._settings.policy, **options: Any) -> EvictionPolicy:
-            return make_policy(name, capacity=capacity, clock=self._clock, **options)
-
-        def wanted() -> EvictionPolicy:
-            return policy(**self._settings.options)
-
-        for name, factory in (("lru", lambda: policy("lru")), (self._settings.policy, wanted)):
-            self._shadows[name] = ShadowCache(capacity, factory, self._clock, num_open=1)
-        if self._settings.mode == "shadow":
+        self._size, clock, settings = gpu_block_pool.hash_block_size, MonotonicClock(), self._settings
+        capacity = gpu_block_pool.num_gpu_blocks - 1
+        comparison = Comparison("vLLM", capacity, self._size, TOKENS_PER_DIGEST, settings, clock, logger)
+        self._comparison = comparison
+        if settings.mode == "shadow":
             return
         try:
-            self._guided = GuidedPool(gpu_block_pool, wanted, self._clock)
+            self._guided = comparison.guide = GuidedPool(gpu_block_pool, comparison.policy, clock)
         except AttributeError as error:
             logger.warning("sageLLM: vLLM evicts in its own order: %s", error)
 
@@ -108,7 +97,7 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Nothing comes from elsewhere; notes what vLLM found."""
-        if self._shadows:
+        if self._comparison is not None:
             self._found[request.request_id] = num_computed_tokens // self._size
         return 0, False
 
@@ -117,13 +106,11 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """A request begins; one that was preempted and comes back is not counted again."""
         found = self._found.pop(request.request_id, None)
-        if found is None or request.num_preemptions:
+        if found is None or request.num_preemptions or self._comparison is None:
             return
-        prompt = request.block_hashes[: request.num_prompt_tokens // self._size]
-        self._vllm.add(len(prompt), found)
-        for shadow in self._shadows.values():
-            shadow.admit(request.request_id, prompt, (request.num_prompt_tokens - 1) // self._size)
-        self._judge()
+        num_tokens = request.num_prompt_tokens
+        prompt = path_of(request.block_hashes[: num_tokens // self._size])
+        self._comparison.began(request.request_id, prompt, found, num_tokens, Namespace())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ends; its blocks are freed next."""
@@ -132,11 +119,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         use = Use(request.num_output_tokens, 0, num_blocks, -request.priority)
         if self._guided is not None:
             self._guided.finished(block_ids, use)
-        for shadow in self._shadows.values():
-            shadow.finish(request.request_id, request.block_hashes, use)
-        now_s = self._clock.now()
-        if self._settings.report_s and now_s - self._reported_s >= self._settings.report_s:
-            self.report()
+        if self._comparison is not None:
+            self._comparison.ended(request.request_id, path_of(request.block_hashes), use)
         return False, None
 
     def request_finished_all_groups(
@@ -148,49 +132,21 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorMetadata()
 
     def reset_cache(self) -> bool | None:
-        """VLLM empties its cache; the shadows do."""
-        for shadow in self._shadows.values():
-            shadow.clear()
+        """The host empties its cache; the shadows do."""
+        if self._comparison is not None:
+            self._comparison.cleared()
         return None
 
     def shutdown(self) -> None:
-        if self._vllm.num_blocks:
-            self.report()
-
-    # -- reports
-
-    def _judge(self) -> None:
-        """Give vLLM its own order back where the policy loses.
-
-        Shadow is compared with shadow: vLLM's own figure differs from both, by about a hundredth, in when
-        blocks of running requests count.
-        """
-        lru, ours = self._shadows["lru"].reuse, self._shadows[self._settings.policy].reuse
-        if self._guided is None or not self._guided.is_guided or ours.num_blocks < JUDGED_BLOCKS:
-            return
-        behind = lru.num_hits - ours.num_hits
-        if behind > MAX_LOSS * ours.num_blocks:
-            self._guided.give_back(
-                f"{self._settings.policy} reuses {behind} of {ours.num_blocks} blocks fewer than LRU would"
-            )
+        if self._comparison is not None and self._comparison.reuse.num_blocks:
+            self._comparison.report()
 
     def counts(self) -> dict[str, ReuseCount]:
         """Blocks of prompts and hits: vLLM's own, and those of each shadow cache."""
-        return {"vllm": self._vllm, **{name: shadow.reuse for name, shadow in self._shadows.items()}}
-
-    def report(self) -> None:
-        """One line in the log."""
-        self._reported_s = self._clock.now()
-        order = self._settings.policy if self._guided is not None and self._guided.is_guided else "vLLM's own"
-        shadows = ", ".join(
-            f"{name} {shadow.reuse.ratio:.2%} ({shadow.reuse.num_hits - self._vllm.num_hits:+d} blocks)"
-            for name, shadow in self._shadows.items()
-        )
-        logger.info(
-            "sageLLM: order of eviction: %s; %.2f %% of %d blocks of prompts were reused; a cache of this"
-            " size would have reused with %s",
-            order, 100 * self._vllm.ratio, self._vllm.num_blocks, shadows,
-        )  # fmt: skip
+        found = self._comparison
+        if found is None:
+            return {}
+        return {"vllm": found.reuse, **{name: shadow.reuse for name, shadow in found.shadows.items()}}
 
     # -- in the workers: no KV is moved
 
