@@ -38,9 +38,9 @@ class BlockTableDelta(NamedTuple):
 class RequestState:
     """Progress of one request through the engine; equal to itself alone.
 
-    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and `num_prefilled`; for requests
-    that run in another engine, `engines.guests.hosted_passes.HostedPasses` does. Committing a step appends to
-    `tokens`: for requests in decode the decode batch does (`DecodeBatch.advance`).
+    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and `num_prefilled`; for those
+    of another engine, `engines.guests.hosted_passes.HostedPasses`. Committing a step appends to `tokens`:
+    for requests in decode the decode batch does (`DecodeBatch.advance`).
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     These are `num_prefilled` until the request is `decoding` (a member of the decode batch), and then all but
