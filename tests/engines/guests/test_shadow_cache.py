@@ -103,7 +103,10 @@ def test_a_hit_leaves_the_last_token_to_be_computed() -> None:
 
 def test_what_was_never_admitted_may_finish() -> None:
     clock = ManualClock(0.0)
-    ShadowCache(CAPACITY, partial(policy, "lru", clock), clock).finish("a", [digest(1)])
+    shadow = ShadowCache(CAPACITY, partial(policy, "lru", clock), clock)
+    shadow.finish("a", [digest(1)])
+    shadow.check()
+    assert shadow.admit("b", [digest(1)], 1) == 0
 
 
 def test_short_hashes_are_refused() -> None:

@@ -104,6 +104,6 @@ def test_the_plug_in_is_attached_by_its_name(package: Path) -> None:
 def test_the_other_tests_pass_in_a_patched_one(package: Path) -> None:
     run_script("apply", package)
     options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
-    python(
-        package, "-m", "pytest", *options, "tests/engines/lmdeploy/test_block_trie.py", REQUIRE_PATCHED="1"
-    )
+    tests = [f"tests/engines/lmdeploy/test_{name}.py" for name in ("block_trie", "engine", "order")]
+    said = python(package, "-m", "pytest", *options, *tests, REQUIRE_PATCHED="1")
+    assert "tests skipped: 0" in said

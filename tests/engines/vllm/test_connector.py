@@ -219,6 +219,21 @@ def test_a_name_that_has_moved(
     assert serve(engine) == serve(scheduler(model, None))
 
 
+@pytest.mark.parametrize("mode", ["shadow", "on"])
+def test_an_error_of_the_counts_ends_them_and_no_request(
+    model: str, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    engine = scheduler(model, transfer(mode))
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("no idea")
+
+    engine.connector._comparison.began = fails
+    assert serve(engine) == serve(scheduler(model, None))
+    assert caplog.text.count("reuse is not counted any more: RuntimeError('no idea')") == 1
+    assert type(engine.kv_cache_manager.block_pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
+
+
 @pytest.mark.parametrize(
     ("extra", "error"),
     [({"polcy": "lru"}, ConfigError), ({"policy": "nope"}, UnknownNameError), ({"options": 3}, ConfigError)],

@@ -12,6 +12,7 @@ own order back.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -60,7 +61,7 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- in the scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """VLLM's pool is there; take its order over, or only look on."""
+        """The pool of vLLM is there; take its order over, or only look on."""
         refusal = self._refusal(gpu_block_pool)
         if refusal:
             logger.warning("sageLLM does nothing here: %s", refusal)
@@ -108,9 +109,25 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found = self._found.pop(request.request_id, None)
         if found is None or request.num_preemptions or self._comparison is None:
             return
+        self._counted(self._count, self._comparison, request, found)
+
+    def _count(self, comparison: Comparison, request: Request, found: int) -> None:
         num_tokens = request.num_prompt_tokens
         prompt = path_of(request.block_hashes[: num_tokens // self._size])
-        self._comparison.began(request.request_id, prompt, found, num_tokens, Namespace())
+        comparison.began(request.request_id, prompt, found, num_tokens, Namespace())
+
+    def _finish(self, comparison: Comparison, request: Request, use: Use) -> None:
+        comparison.ended(request.request_id, path_of(request.block_hashes), use)
+
+    def _counted(self, listener: Callable[..., None], *arguments: Any) -> None:
+        """Count; an error ends the counts, and the policy with them, never a request."""
+        try:
+            listener(*arguments)
+        except Exception as error:  # noqa: BLE001 - the server must go on
+            logger.warning("sageLLM: reuse is not counted any more: %r", error)
+            self._comparison = None
+            if self._guided is not None:
+                self._guided.give_back("what it reuses cannot be compared with LRU any more")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ends; its blocks are freed next."""
@@ -120,7 +137,7 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._guided is not None:
             self._guided.finished(block_ids, use)
         if self._comparison is not None:
-            self._comparison.ended(request.request_id, path_of(request.block_hashes), use)
+            self._counted(self._finish, self._comparison, request, use)
         return False, None
 
     def request_finished_all_groups(

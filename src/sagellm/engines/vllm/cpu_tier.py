@@ -85,7 +85,8 @@ class SageCachePolicy(CachePolicy):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """A request ends: the chunks of its prefix are a path that was used."""
         by_group: dict[bytes, list[tuple[int, Key]]] = {}
-        for key, position in req_context._offload_key_positions.items():
+        positions: dict[Key, int] = getattr(req_context, "_offload_key_positions", {})
+        for key, position in positions.items():  # without them chunks go in the order of their stores
             by_group.setdefault(key[-GROUP_BYTES:], []).append((position, key))
         for placed in by_group.values():
             self._used([key for _, key in sorted(placed)], len(reused_keys))
