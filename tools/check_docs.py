@@ -18,7 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from engines_table import table
+import engines_table
+import guests_table
 from sagellm.core.ports import SagePorts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,13 +101,19 @@ def _stale_outputs(*, write: bool) -> Iterator[str]:
     for path in _files(".md"):
         text = _text(path)
         fresh = BLOCK.sub(lambda found: found[1] + _output_of(found["command"]) + found["end"], text)
-        fresh = TABLE.sub(lambda found: found[1] + table(ROOT / found["file"]), fresh)
+        fresh = TABLE.sub(lambda found: found[1] + _table(ROOT / found["file"]), fresh)
         if fresh == text:
             continue
         if write:
             (ROOT / path).write_text(fresh, encoding="utf-8")
         else:
             yield f"{path}: shows output that is not the program's any more; make docs writes it"
+
+
+def _table(path: Path) -> str:
+    """Results of whole engines, or of policies inside other engines."""
+    is_of_guests = '"host"' in path.read_text(encoding="utf-8")
+    return guests_table.table(path) if is_of_guests else engines_table.table(path)
 
 
 def _output_of(command: str) -> str:

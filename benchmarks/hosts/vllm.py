@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import PolicyFactory, Use
-from sagellm.engines.vllm.block_pool import GuidedPool
+from sagellm.engines.vllm.block_pool import GuidedPool, RequestEnd
 
 BLOCK = 2
 NULL_BLOCK = TAIL_BLOCK = 1
@@ -68,6 +68,6 @@ class Host:
         assert new is not None
         if self.guided is not None:
             blocks = self.kv.get_block_ids(request.request_id)[0]
-            self.guided.finished(blocks, Use(num_output_tokens, num_found // BLOCK))
+            self.guided.finished(blocks, RequestEnd(Use(num_output_tokens, num_found // BLOCK)))
         self.kv.free(request)
         return int(num_found) // BLOCK

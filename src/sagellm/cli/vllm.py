@@ -18,6 +18,10 @@ CONFIG_FLAG, ADDITIONAL_FLAG = "--kv-transfer-config", "--additional-config"
 SCHEDULER = "sagellm.engines.vllm.scheduler.SageScheduler"
 _MODE_HELP = "shadow: only tell what the policy would reuse; on: it decides, until it loses to LRU."
 _OPTION_HELP = "Set an option of the policy, such as max_records=1000; may be repeated."
+_HINT_HELP = (
+    "Heed this kind of hints of clients: session.end, session.supersede, kv.retain, kv.expect, pin, or all;"
+    " may be repeated."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class SageOptions(OptionGroup):
     sage_mode: str = flag("MODE", _MODE_HELP, "shadow")
     sage_policy: str = flag("NAME", "The policy of eviction.", "adaptive")
     sage_option: tuple[str, ...] = flag("KEY=VALUE", _OPTION_HELP, ())
+    sage_hint: tuple[str, ...] = flag("KIND", _HINT_HELP, ())
     sage_strategy: str | None = flag("NAME", "Order requests by this strategy too; none: vLLM's order.")
     sage_report_s: float = flag("SECONDS", "Between two lines in the log; 0: none.", 300.0)
 
@@ -40,6 +45,7 @@ class SageOptions(OptionGroup):
                 "mode": self.sage_mode,
                 "policy": self.sage_policy,
                 "options": options,
+                "hints": "all" if "all" in self.sage_hint else list(self.sage_hint),
                 "report_s": self.sage_report_s,
             }
         )

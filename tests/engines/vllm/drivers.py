@@ -15,7 +15,7 @@ from benchmarks.hosts.vllm import kv_cache_manager
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import Use
 from sagellm.engines.build import make_policy
-from sagellm.engines.vllm.block_pool import GuidedPool
+from sagellm.engines.vllm.block_pool import RequestEnd, GuidedPool
 
 SIZE = 4
 
@@ -78,7 +78,9 @@ class Manager:
         self.clock.advance(1.0)
         found = self.running.pop(name)
         if self.guided is not None and not preempted:
-            self.guided.finished(self.kv.get_block_ids(name)[0], Use(found.request.num_output_tokens))
+            self.guided.finished(
+                self.kv.get_block_ids(name)[0], RequestEnd(Use(found.request.num_output_tokens))
+            )
         self.kv.free(found.request)
         self.check()
         return found

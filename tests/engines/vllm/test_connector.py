@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -28,17 +30,21 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.engines.vllm import register
 from sagellm.engines.vllm.connector import SageConnector
+from sagellm.engines.vllm.stats import SageStats
 from tests.peers.vllm_driver import MODEL
 
 pytestmark = pytest.mark.peer
 SIZE, NUM_BLOCKS = 4, 60
 LOGGER = "vllm.sagellm"
+COUNTED: list[dict[str, Any]] = []
+"""What vLLM's scheduler has sent to its server, step by step."""
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     register()
+    COUNTED.clear()
     return str(tmp_path)
 
 
@@ -91,13 +97,23 @@ def scheduler(
         num_blocks=NUM_BLOCKS + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
     made: Scheduler = kind(
-        vllm_config, kv, StructuredOutputManager(vllm_config), block_size=SIZE, hash_block_size=SIZE
+        vllm_config,
+        kv,
+        StructuredOutputManager(vllm_config),
+        block_size=SIZE,
+        hash_block_size=SIZE,
+        log_stats=True,
     )
     return made
 
 
-def serve(engine: Scheduler, seed: int = 0, num_requests: int = 120) -> list[tuple[str, int]]:
-    """Conversations, two or three at a time; returns each step's requests and tokens."""
+def serve(
+    engine: Scheduler, seed: int = 0, num_requests: int = 120, fields: dict[str, Any] | None = None
+) -> list[tuple[str, int]]:
+    """Conversations, two or three at a time; returns each step's requests and tokens.
+
+    `fields`: what each request says of its KV.
+    """
     init_none_hash(sha256)
     hasher, rng = get_request_block_hasher(SIZE, sha256), random.Random(seed)
     sessions = [[100 + i] * 12 for i in range(8)]
@@ -107,7 +123,7 @@ def serve(engine: Scheduler, seed: int = 0, num_requests: int = 120) -> list[tup
         prompt += [rng.randrange(1000, 30000) for _ in range(rng.randrange(1, 12))]
         if len(prompt) > 100:
             del prompt[12:]
-        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=fields)
         engine.add_request(Request(f"r{number}", list(prompt), params, None, block_hasher=hasher))
         while len(engine.requests) > 2 or (number == num_requests - 1 and engine.requests):
             steps += step(engine)
@@ -115,13 +131,19 @@ def serve(engine: Scheduler, seed: int = 0, num_requests: int = 120) -> list[tup
 
 
 def step(engine: Scheduler) -> list[tuple[str, int]]:
+    """One step; what the connector counted goes to `COUNTED`."""
     plan = engine.schedule()
     counts = plan.num_scheduled_tokens
     requests = [engine.requests[name] for name in counts]
     drawn = [[7] if one.num_computed_tokens == one.num_tokens else [] for one in requests]
     positions = {name: index for index, name in enumerate(counts)}
-    engine.update_from_output(
+    outputs = engine.update_from_output(
         plan, ModelRunnerOutput(req_ids=list(counts), req_id_to_index=positions, sampled_token_ids=drawn)
+    )
+    COUNTED.extend(
+        found.scheduler_stats.kv_connector_stats
+        for found in outputs.values()
+        if found.scheduler_stats is not None and found.scheduler_stats.kv_connector_stats
     )
     return list(counts.items())
 
@@ -241,3 +263,70 @@ def test_an_error_of_the_counts_ends_them_and_no_request(
 def test_wrong_settings_stop_the_start(model: str, extra: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         scheduler(model, transfer("shadow", **extra))
+
+
+@pytest.mark.parametrize("mode", ["shadow", "on"])
+def test_counts_reach_the_server(model: str, mode: str) -> None:
+    engine = scheduler(model, transfer(mode))
+    serve(engine)
+    total = SageStats({})
+    for data in COUNTED:
+        total.aggregate(SageConnector.build_kv_connector_stats(data))
+    counts, misses = engine.connector.counts(), engine.connector._comparison.misses
+    assert total.data["blocks"] == counts["vllm"].num_blocks > 1000
+    assert total.data["reused"] == {name: count.num_hits for name, count in counts.items()}
+    assert sum(total.data["missed"].values()) == sum(misses)
+    by = counts["adaptive" if mode == "on" else "lru"]
+    assert sum(misses) == pytest.approx(by.num_blocks - by.num_hits, abs=120)  # a prompt computes one token
+    assert total.reduce()["blocks of prompts"] == counts["vllm"].num_blocks
+    assert not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+
+
+def test_counts_of_a_multi_connector(model: str) -> None:
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [transfer("shadow")]},
+    }
+    engine = scheduler(model, config)
+    serve(engine, num_requests=20)
+    built = type(engine.connector).build_kv_connector_stats(COUNTED[-1])
+    assert not built.data["SageConnector"].is_empty()
+
+
+def test_the_counters_of_a_server(model: str) -> None:
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = SageConnector.build_prom_metrics(VllmConfig(), kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    for _ in range(2):
+        metrics.observe({"blocks": 5, "reused": {"vllm": 2, "lru": 1}, "missed": {"cold": 3}})
+    labels = {"model_name": "m", "engine": "0"}
+    for name, more, value in (
+        ("sagellm_prompt_blocks_total", {}, 10),
+        ("sagellm_reused_blocks_total", {"cache": "vllm"}, 4),
+        ("sagellm_kv_misses_total", {"cause": "cold"}, 6),
+    ):
+        assert registry.get_sample_value(name, labels | more) == value
+
+
+def test_hints_change_the_order_and_no_answer(model: str) -> None:
+    end = {"sage_hints": json.dumps({"actions": [{"action_type": "session.end"}]})}
+    stock = scheduler(model, None)
+    plain, ended = (scheduler(model, transfer("on", policy="lru", hints=["session.end"])) for _ in range(2))
+    assert serve(plain) == serve(stock)
+    serve(ended, fields=end)
+    queue = ended.kv_cache_manager.block_pool.free_block_queue
+    queue.check()
+    assert queue.num_restarts == 0
+    counts = ended.connector.counts()
+    with_hints, without = counts["lru with session.end"].num_hits, counts["lru"].num_hits
+    assert abs(with_hints - without) > 0.05 * without
+    assert counts["vllm"].num_hits == pytest.approx(with_hints, abs=0.02 * with_hints)
+
+
+def test_wrong_hints_are_ignored_once(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = scheduler(model, transfer("on", policy="lru", hints="all"))
+    assert serve(engine, fields={"sage_hints": "{"}) == serve(scheduler(model, None))
+    assert caplog.text.count("are ignored: sage_hints is no JSON") == 1

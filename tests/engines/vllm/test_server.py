@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def test_parallel_sessions_are_served(tmp_path: Path, flags: tuple[str, ...], or
         jobs = [pool.submit(ask, url, tmp_path, prompt, f"t{i % 3}") for i, prompt in enumerate(prompts)]
         assert [job.result() for job in jobs] == [8] * NUM_REQUESTS
         text = log.read_text()
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            metrics = answer.read().decode()
     assert f"order of eviction: {order};" in text
     assert "vLLM evicts in its own order" not in text
     assert "EngineDeadError" not in text
+    for name in ("sagellm_prompt_blocks", "sagellm_reused_blocks", "sagellm_kv_misses"):
+        found = re.findall(rf"^{name}_total\{{.*\}} ([0-9.]+)$", metrics, re.MULTILINE)
+        assert sum(map(float, found)) > 0, name

@@ -1,6 +1,7 @@
 """`Comparison`: what the host reuses, and what other caches of its size would.
 
-They are `ShadowCache`s, one with LRU and one with our policy.
+They are `ShadowCache`s: one with LRU, one with our policy, and one with the policy for each kind of hint that
+the settings name, so that a report says what each kind wins or loses.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any, Protocol
 
 from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
+from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build import make_policy
+from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.guests.shadow_cache import ReuseCount, ShadowCache
 
@@ -33,7 +36,11 @@ class Guide(Protocol):
 
 
 class Comparison:
-    """Counts of one cache of the host, and the guard of its `guide`. None: nothing was taken over."""
+    """Counts of one cache of the host, and the guard of its `guide`. None: nothing was taken over.
+
+    `shadows` by name; `decider` is that of the policy with all hints of the settings. `misses`: why blocks of
+    prompts were computed, by the shadow whose order was in force.
+    """
 
     def __init__(
         self,
@@ -48,13 +55,20 @@ class Comparison:
         self._logger = logger
         self.host, self.settings, self._capacity, self._clock = host, settings, capacity, clock
         self._block_size, self._reported_s = block_size, clock.now()
-        self.reuse = ReuseCount()
+        self.reuse, self.misses = ReuseCount(), MissCounts()
         self.guide: Guide | None = None
         made = partial(
             ShadowCache, capacity, clock=clock, block_tokens=block_tokens, num_open=int(block_size > 1)
         )
-        self.shadows = {"lru": made(lambda: self._make("lru"))}
-        self.shadows[settings.policy] = made(self.policy)
+        name, kinds = settings.policy, settings.hints
+        arms: dict[str, tuple[str, ...]] = {name: ()} | {f"{name} with {kind}": (kind,) for kind in kinds}
+        if len(kinds) > 1:
+            arms[f"{name} with all hints"] = kinds
+        self.decider = list(arms)[-1]
+        self.shadows = {"lru": made(lambda: self._make("lru"), attributes_misses=True)}
+        for arm, heeded in arms.items():
+            attributes = arm in ("lru", self.decider)
+            self.shadows[arm] = made(self.policy, hint_kinds=heeded, attributes_misses=attributes)
 
     def policy(self) -> EvictionPolicy:
         """The policy of the settings, as large as the host's cache."""
@@ -73,12 +87,14 @@ class Comparison:
         self.reuse.add(num_tokens // self._block_size, num_found)
         for shadow in self.shadows.values():
             shadow.admit(request_id, prompt, (num_tokens - 1) // self._block_size, space)
+        in_force = self.shadows[self.decider if self._is_guided else "lru"]
+        self.misses = self.misses.plus(in_force.last_misses)
         self._judge()
 
-    def ended(self, request_id: str, path: Tokens, use: Use = NO_USE) -> None:
+    def ended(self, request_id: str, path: Tokens, use: Use = NO_USE, said: RequestHints = NO_HINTS) -> None:
         """The request ends with this path, its prompt's and its output's."""
         for shadow in self.shadows.values():
-            shadow.finish(request_id, path, use)
+            shadow.finish(request_id, path, use, said)
         if self.settings.report_s and self._clock.now() - self._reported_s >= self.settings.report_s:
             self.report()
 
@@ -92,14 +108,14 @@ class Comparison:
 
         Shadow is compared with shadow; the host counts blocks of running requests at other moments.
         """
-        lru, ours = self.shadows["lru"].reuse, self.shadows[self.settings.policy].reuse
+        lru, ours = self.shadows["lru"].reuse, self.shadows[self.decider].reuse
         num_blocks, behind = ours.num_blocks, lru.num_hits - ours.num_hits
         if num_blocks * self._block_size < JUDGED_TOKENS or behind <= MAX_LOSS * num_blocks:
             return
         if self._is_guided:
             assert self.guide is not None
             self.guide.give_back(
-                f"{self.settings.policy} reuses {behind} of {num_blocks} blocks fewer than LRU would"
+                f"{self.decider} reuses {behind} of {num_blocks} blocks fewer than LRU would"
             )
 
     @property
@@ -108,14 +124,16 @@ class Comparison:
 
     def report(self) -> None:
         """One line in the log."""
-        self._reported_s = self._clock.now()
+        self._reported_s, misses = self._clock.now(), self.misses
         shadows = ", ".join(
             f"{name} {shadow.reuse.ratio:.2%} ({shadow.reuse.num_hits - self.reuse.num_hits:+d} blocks)"
             for name, shadow in self.shadows.items()
         )
         self._logger.info(
             "sageLLM: order of eviction: %s; %.2f %% of %d blocks of prompts were reused; a cache of this"
-            " size would have reused with %s",
-            self.settings.policy if self._is_guided else f"{self.host}'s own",
+            " size would have reused with %s; of the blocks computed %d were new, %d evicted before, and"
+            " %d evicted less than a minute before",
+            self.decider if self._is_guided else f"{self.host}'s own",
             100 * self.reuse.ratio, self.reuse.num_blocks, shadows,
+            misses.cold, misses.capacity, misses.premature,
         )  # fmt: skip

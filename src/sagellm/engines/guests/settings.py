@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,28 +10,36 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.engines.build import make_policy
 from sagellm.engines.guests.hosted_passes import open_passes
+from sagellm.engines.guests.request_hints import HINT_KINDS
 
 MODES = ("shadow", "on")
 
 
 @dataclass(frozen=True, slots=True)
 class GuestSettings:
-    """`report_s`: seconds between two lines in the log, 0 for none."""
+    """`hints`: which kinds of `HINT_KINDS` are heeded.
+
+    `report_s`: seconds between two lines in the log, 0 for none.
+    """
 
     mode: str = "shadow"
     policy: str = "adaptive"
     options: dict[str, Any] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
     report_s: float = 300.0
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> GuestSettings:
-        """Raises `ConfigError` for what is not known."""
-        unknown = sorted(given.keys() - {"mode", "policy", "options", "report_s"})
+        """Raises `ConfigError` for what is not known.
+
+        `hints` is a list of kinds, or `all`.
+        """
+        unknown = sorted(given.keys() - {"mode", "policy", "options", "hints", "report_s"})
         if unknown:
             raise ConfigError(
-                f"no setting {', '.join(unknown)} of sageLLM; use mode, policy, options, report_s"
+                f"no setting {', '.join(unknown)} of sageLLM; use mode, policy, options, hints, report_s"
             )
-        made = cls(**given)
+        made = cls(**given | {"hints": _kinds(given.get("hints", ()))})
         if made.mode not in MODES:
             raise ConfigError(f"mode {made.mode!r}: use {' or '.join(MODES)}")
         if not isinstance(given.get("report_s", 0), int | float) or made.report_s < 0:
@@ -41,6 +50,16 @@ class GuestSettings:
             raise ConfigError(f"options: {', '.join(taken)} is given by the host's cache: leave it out")
         make_policy(made.policy, capacity=1, clock=MonotonicClock(), **made.options)
         return made
+
+
+def _kinds(given: Any) -> tuple[str, ...]:
+    """The kinds that a setting names, in the order of `HINT_KINDS`."""
+    if given == "all":
+        return HINT_KINDS
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    if not is_list or any(kind not in HINT_KINDS for kind in given):
+        raise ConfigError(f"hints must be 'all' or a list of {', '.join(HINT_KINDS)}; got {given!r}")
+    return tuple(kind for kind in HINT_KINDS if kind in given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,18 @@ admission on, and what a request holds is not evicted.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.events import EventBus
 from sagellm.core.protocols.eviction import NO_USE, PolicyFactory, Use
-from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.guests.paths import TOKENS_PER_DIGEST, Digests, path_of
+from sagellm.engines.guests.request_hints import NO_HINTS, HintedIndex, RequestHints
+from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 NO_NAMESPACE = Namespace()
@@ -41,7 +45,8 @@ class ShadowCache:
     """A cache of `capacity` blocks with an eviction policy.
 
     Prompts are block hashes, or tokens of which `block_tokens` make a block. `num_open`: blocks of each
-    request that are not full, and so not cached.
+    request that are not full, and so not cached. `hint_kinds`: hints of clients that it heeds.
+    `attributes_misses`: `last_misses` says why blocks of the last prompt were not there.
     """
 
     def __init__(
@@ -52,10 +57,17 @@ class ShadowCache:
         *,
         num_open: int = 0,
         block_tokens: int = TOKENS_PER_DIGEST,
+        hint_kinds: Collection[str] = (),
+        attributes_misses: bool = False,
     ) -> None:
         self.capacity, self.reuse, self._num_open = capacity, ReuseCount(), num_open
-        self._block_tokens = block_tokens
-        self._index = RadixIndex(block_tokens, clock=clock, policy_factory=policy_factory)
+        self._block_tokens, events = block_tokens, EventBus()
+        self._index = RadixIndex(block_tokens, clock=clock, policy_factory=policy_factory, events=events)
+        self._hinted = HintedIndex(self._index, clock, hint_kinds)
+        self.last_misses = MissCounts()
+        self._attribution: MissAttribution | None = None
+        if attributes_misses:  # a host's hashes cover its salts, so equal ones are never of two tenants
+            self._attribution = MissAttribution(events, clock, across_namespaces=False)
         self._free = array("i", range(capacity))
         self._held: dict[str, tuple[PrefixHit, int]] = {}
 
@@ -67,11 +79,15 @@ class ShadowCache:
         hit = self._index.pin(self._index.lookup(path, namespace))
         num_hits = min(hit.num_blocks, max_hits)
         self.reuse.add(len(path) // self._block_tokens, num_hits)
+        if self._attribution is not None:
+            self.last_misses = self._attribution.observe(self._index, path, namespace, num_hits)
         self._held[request_id] = hit, num_hits
         self._held[request_id] = self._extend(hit, path), num_hits
         return num_hits
 
-    def finish(self, request_id: str, digests: Digests | Tokens, use: Use = NO_USE) -> None:
+    def finish(
+        self, request_id: str, digests: Digests | Tokens, use: Use = NO_USE, said: RequestHints = NO_HINTS
+    ) -> None:
         """The request ends with these blocks, its prompt's and its output's."""
         held = self._held.get(request_id)
         if held is None:
@@ -80,6 +96,7 @@ class ShadowCache:
         hit, num_reused = self._extend(held[0], path), held[1]
         del self._held[request_id]
         self._index.unpin(hit, use._replace(num_reused_blocks=num_reused) if use is not NO_USE else use)
+        self._hinted.ended(said, path, hit.namespace)
 
     def clear(self) -> None:
         """The host has emptied its cache."""

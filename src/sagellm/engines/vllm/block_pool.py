@@ -20,15 +20,16 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import NO_USE, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import BlockIds, Tokens
+from sagellm.core.types import BlockIds, Namespace, Tokens
 from sagellm.engines.guests.paths import index_of_digests, path_of
+from sagellm.engines.guests.request_hints import NO_HINTS, HintedIndex, RequestHints
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
 Block = Any
@@ -49,6 +50,17 @@ QUEUE_NAMES = ("num_free_blocks", "popleft_n", "remove", "append_n", "prepend_n"
 BLOCK_NAMES = ("block_id", "ref_cnt", "is_null", "block_hash", "block_hash_num_tokens", "pool")
 
 
+class RequestEnd(NamedTuple):
+    """What is known of a request that is about to free its blocks. `namespace` has its tenant."""
+
+    use: Use = NO_USE
+    said: RequestHints = NO_HINTS
+    namespace: Namespace = Namespace()
+
+
+UNKNOWN = RequestEnd()
+
+
 class GuidedQueue:
     """vLLM's free blocks in the order of a policy, in place of a `FreeKVCacheBlockQueue`.
 
@@ -58,15 +70,22 @@ class GuidedQueue:
     """
 
     def __init__(
-        self, pool: Pool, policy_factory: PolicyFactory, clock: Clock, surrender: Callable[[str], None]
+        self,
+        pool: Pool,
+        policy_factory: PolicyFactory,
+        clock: Clock,
+        surrender: Callable[[str], None],
+        hint_kinds: Collection[str] = (),
     ) -> None:
         self._pool, self._blocks, self._block_tokens = pool, pool.blocks, pool.hash_block_size
         self._policy_factory, self._clock, self._surrender = policy_factory, clock, surrender
+        self._hint_kinds = hint_kinds
         self.num_restarts = 0
         self._start(pool.free_block_queue.get_all_free_blocks())
 
     def _start(self, free: Iterable[Block]) -> None:
         self.index = index_of_digests(self._policy_factory, self._clock)
+        self._hinted = HintedIndex(self.index, self._clock, self._hint_kinds, lambda _: Namespace())
         self._uncached: deque[Block] = deque()
         self._spare: dict[int, Block] = {}
         self._last: deque[Block] = deque()
@@ -74,7 +93,7 @@ class GuidedQueue:
         self._pins: dict[int, PrefixHit] = {}
         self._unclaimed: dict[int, PrefixHit] = {}
         self._touched: PrefixHit | None = None
-        self._uses: dict[int, Use] = {}
+        self._finishing: dict[int, RequestEnd] = {}
         self.num_free_blocks = 0
         for block in free:
             self.num_free_blocks += 1
@@ -206,21 +225,26 @@ class GuidedQueue:
         if self._touched is not None and blocks:
             self._pins[blocks[0].block_id], self._touched = self._touched, None
 
-    def finished(self, block_ids: Sequence[int], use: Use) -> None:
-        """A request is about to free these blocks. `use`: what the policy may know."""
+    def finished(self, block_ids: Sequence[int], finish: RequestEnd) -> None:
+        """A request is about to free these blocks."""
         if block_ids:
-            self._uses[block_ids[-1]] = use
+            self._finishing[block_ids[-1]] = finish
 
     def released(self, blocks: Sequence[Block]) -> None:
         """A request lets go of its blocks, the last one first."""
         if not blocks:
             return
-        use = self._uses.pop(blocks[0].block_id, NO_USE)
+        finish = self._finishing.pop(blocks[0].block_id, UNKNOWN)
         cached = [block for block in reversed(blocks) if block.block_hash is not None]
         path = self._path(cached)
-        if path is None:  # nothing is cached, or another connector lets go of single blocks
-            return
-        pin, hit = self._pin_of(blocks), self._insert(path, array("i", [b.block_id for b in cached]))
+        if path is not None:  # else nothing is cached, or another connector lets go of single blocks
+            self._unpin(blocks, self._insert(path, array("i", [b.block_id for b in cached])), finish.use)
+        if finish.said is not NO_HINTS:
+            self._hinted.ended(finish.said, Tokens() if path is None else path, finish.namespace)
+
+    def _unpin(self, blocks: Sequence[Block], hit: PrefixHit, use: Use) -> None:
+        """Unpin the path of a request, and the prefix that it found."""
+        pin = self._pin_of(blocks)
         if pin is not None:
             self.index.unpin(pin)
             use = use if use is NO_USE else use._replace(num_reused_blocks=pin.num_blocks)
@@ -309,13 +333,15 @@ class GuidedPool:
     Raises `AttributeError` naming what this version of vLLM lacks, before anything is changed.
     """
 
-    def __init__(self, pool: Pool, policy_factory: PolicyFactory, clock: Clock) -> None:
+    def __init__(
+        self, pool: Pool, policy_factory: PolicyFactory, clock: Clock, hint_kinds: Collection[str] = ()
+    ) -> None:
         _require(pool, POOL_NAMES)
         _require(pool.free_block_queue, QUEUE_NAMES)
         _require(pool.blocks[0], BLOCK_NAMES)
         self.pool = pool
         self._stock_queue = type(pool.free_block_queue)
-        self.queue = GuidedQueue(pool, policy_factory, clock, self.give_back)
+        self.queue = GuidedQueue(pool, policy_factory, clock, self.give_back, hint_kinds)
         self.is_guided = True
         pool.free_block_queue = self.queue
         self._wrap()
@@ -360,9 +386,9 @@ class GuidedPool:
             logger.debug("sageLLM: %s failed", listener.__name__, exc_info=True)
             self.give_back(f"{type(error).__name__}: {error}")
 
-    def finished(self, block_ids: Sequence[int], use: Use) -> None:
+    def finished(self, block_ids: Sequence[int], finish: RequestEnd) -> None:
         """A request is about to free these blocks."""
-        self._told(self.queue.finished, block_ids, use)
+        self._told(self.queue.finished, block_ids, finish)
 
     def give_back(self, reason: str) -> None:
         """VLLM's own order from now on. Cached blocks stay; they go in the order that they have now."""

@@ -6,7 +6,10 @@
 It moves no KV. In the mode `shadow` it decides nothing: it tells how many blocks of prompts vLLM reused, and
 how many a cache of the same size would have reused with our policy and with LRU. In the mode `on` the policy
 decides which cached blocks go first. If its shadow then reuses fewer blocks than that of LRU, vLLM gets its
-own order back.
+own order back. `stats.py` puts the counts, and why blocks had to be computed, on vLLM's `/metrics`.
+
+A request may say more of its KV in `vllm_xargs`: `sage_session`, `sage_hints`, `sage_pin_s`
+(`guests/request_hints.py`). The setting `hints` names the kinds that are heeded.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.errors import RequestError
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.types import Namespace
 from sagellm.engines.guests import ReuseCount, path_of
 from sagellm.engines.guests.comparison import Comparison
 from sagellm.engines.guests.paths import TOKENS_PER_DIGEST
+from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints, hints_of
 from sagellm.engines.guests.settings import GuestSettings
-from sagellm.engines.vllm.block_pool import GuidedPool
+from sagellm.engines.vllm import register
+from sagellm.engines.vllm.block_pool import RequestEnd, GuidedPool
+from sagellm.engines.vllm.stats import SageMetrics, SageStats, Tally
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
+register()  # a MultiConnector looks its members' classes up by name, for their counts
 
 
 class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -55,6 +63,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = GuestSettings.of(dict(self._kv_transfer_config.kv_connector_extra_config))
         self._comparison: Comparison | None = None
         self._guided: GuidedPool | None = None
+        self._tally: Tally | None = None
+        self._warned_of_hints = False
         self._found: dict[str, int] = {}
         self._size = 1
 
@@ -69,11 +79,13 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._size, clock, settings = gpu_block_pool.hash_block_size, MonotonicClock(), self._settings
         capacity = gpu_block_pool.num_gpu_blocks - 1
         comparison = Comparison("vLLM", capacity, self._size, TOKENS_PER_DIGEST, settings, clock, logger)
-        self._comparison = comparison
+        self._comparison, self._tally = comparison, Tally(comparison)
         if settings.mode == "shadow":
             return
         try:
-            self._guided = comparison.guide = GuidedPool(gpu_block_pool, comparison.policy, clock)
+            self._guided = comparison.guide = GuidedPool(
+                gpu_block_pool, comparison.policy, clock, settings.hints
+            )
         except AttributeError as error:
             logger.warning("sageLLM: vLLM evicts in its own order: %s", error)
 
@@ -114,10 +126,24 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _count(self, comparison: Comparison, request: Request, found: int) -> None:
         num_tokens = request.num_prompt_tokens
         prompt = path_of(request.block_hashes[: num_tokens // self._size])
-        comparison.began(request.request_id, prompt, found, num_tokens, Namespace())
+        comparison.began(request.request_id, prompt, found, num_tokens, _namespace(request))
 
-    def _finish(self, comparison: Comparison, request: Request, use: Use) -> None:
-        comparison.ended(request.request_id, path_of(request.block_hashes), use)
+    def _end(self, comparison: Comparison, request: Request, finish: RequestEnd) -> None:
+        comparison.ended(request.request_id, path_of(request.block_hashes), finish.use, finish.said)
+
+    def _said(self, request: Request) -> RequestHints:
+        """The hints of a request. Wrong ones are ignored, with one warning."""
+        params = request.sampling_params
+        fields = params.extra_args if params is not None else None
+        if not fields or not self._settings.hints:
+            return NO_HINTS
+        try:
+            return hints_of(fields)
+        except RequestError as error:
+            if not self._warned_of_hints:
+                logger.warning("sageLLM: hints of request %s are ignored: %s", request.request_id, error)
+            self._warned_of_hints = True
+            return NO_HINTS
 
     def _counted(self, listener: Callable[..., None], *arguments: Any) -> None:
         """Count; an error ends the counts, and the policy with them, never a request."""
@@ -125,7 +151,7 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             listener(*arguments)
         except Exception as error:  # noqa: BLE001 - the server must go on
             logger.warning("sageLLM: reuse is not counted any more: %r", error)
-            self._comparison = None
+            self._comparison = self._tally = None
             if self._guided is not None:
                 self._guided.give_back("what it reuses cannot be compared with LRU any more")
 
@@ -134,10 +160,11 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._found.pop(request.request_id, None)
         num_blocks = request.num_prompt_tokens // self._size
         use = Use(request.num_output_tokens, 0, num_blocks, -request.priority)
+        finish = RequestEnd(use, self._said(request), _namespace(request))
         if self._guided is not None:
-            self._guided.finished(block_ids, use)
+            self._guided.finished(block_ids, finish)
         if self._comparison is not None:
-            self._counted(self._finish, self._comparison, request, use)
+            self._counted(self._end, self._comparison, request, finish)
         return False, None
 
     def request_finished_all_groups(
@@ -165,6 +192,26 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return {}
         return {"vllm": found.reuse, **{name: shadow.reuse for name, shadow in found.shadows.items()}}
 
+    # -- counts on their way to vLLM's server
+
+    def get_kv_connector_stats(self) -> SageStats | None:
+        """The counts since the last step; None if no prompt came."""
+        return None if self._tally is None else self._tally.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SageStats:
+        return SageStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SageMetrics:
+        return SageMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- in the workers: no KV is moved
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -180,3 +227,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         pass
+
+
+def _namespace(request: Request) -> Namespace:
+    """The tenant of a request is its `cache_salt`. Its hints reach no other's sessions."""
+    return Namespace(tenant=request.cache_salt or "")

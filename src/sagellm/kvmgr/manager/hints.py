@@ -61,10 +61,18 @@ class KVHints:
         """
         request = state.request
         if request.session_id is not None:
-            session = (request.namespace.tenant, request.session_id)
-            self._remember(session, Tokens(state.tokens), request.namespace)
+            self.remember(request.session_id, Tokens(state.tokens), request.namespace)
         if ended and request.kv_hints is not None:
             self.apply(request.kv_hints, request.namespace, state.tokens)
+
+    def remember(self, session_id: str, tokens: Tokens, namespace: Namespace) -> None:
+        """The last request of a session is now this one, its answer included."""
+        session = (namespace.tenant, session_id)
+        old = self._sessions.pop(session, None)
+        self._num_tokens += len(tokens) - (len(old[0]) if old is not None else 0)
+        self._sessions[session] = (tokens, namespace)
+        while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
+            self._num_tokens -= len(self._sessions.popitem(last=False)[1][0])
 
     def session_tokens(self, tenant: str, session_id: str) -> Tokens | None:
         """The last request of a session with its answer; None if unknown."""
@@ -158,13 +166,6 @@ class KVHints:
             except (TypeError, OverflowError, ValueError) as error:
                 raise RequestError(f"token_ids must be a list of token ids: {error}", "token_ids") from error
         return (own, namespace) if own is not None else None
-
-    def _remember(self, session: Session, tokens: Tokens, namespace: Namespace) -> None:
-        old = self._sessions.pop(session, None)
-        self._num_tokens += len(tokens) - (len(old[0]) if old is not None else 0)
-        self._sessions[session] = (tokens, namespace)
-        while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._sessions.popitem(last=False)[1][0])
 
 
 def _hint_of(action: KVHintAction) -> Hint:
