@@ -13,6 +13,7 @@ SageError
 │   ├── ContextLengthError
 │   └── UnknownModelError
 ├── CapacityError          memory: the pool, the device
+├── KVDataError            bytes that are no KV block, or one of another format
 ├── BookkeepingError       inconsistent KV bookkeeping: a bug in the caller, never a full pool
 ├── EngineFailedError      the engine's state is lost, it must be built anew
 ├── KernelError            a kernel that cannot be built, or not run on these inputs
@@ -122,6 +123,10 @@ class CapacityError(SageError):
 
 class BookkeepingError(SageError):
     """The KV books were used wrongly: double free, foreign allocation, negative count, unpinned pin."""
+
+
+class KVDataError(SageError):
+    """Bytes are no KV block, or one of another format."""
 
 
 class EngineFailedError(SageError):

@@ -1,0 +1,240 @@
+"""Contracts of KV tiers: block headers, codecs, storage, and the arrival of blocks.
+
+A tier (host memory, a disk) is a prefix index and a pool of slots, owned by the engine's thread, and a
+`BlockStorage`, whose calls copy bytes on worker threads:
+
+    move_id = tiers.submit(...)          returns at once
+    for report in tiers.poll(): ...      never blocks
+
+A stored block describes itself by a `BlockHeader`. What does not verify when it is read is a miss, counted by
+its `ReadOutcome`, and dropped; it is never an answer. Blocks that come back, from a tier or from another
+instance, enter the device through `KVArrivals`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol, Self, TypeAlias
+
+from sagellm.core.errors import KVDataError
+from sagellm.core.types import BlockIds, KVCacheSchema, Namespace, Tokens
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+MAGIC = b"sageKVb1"
+FORMAT_VERSION = 1
+HEADER_BYTES = 512
+"""A header is padded to this size, so that what follows it is aligned for direct I/O."""
+_FIELDS = struct.Struct("<8sHHIQQ16s32s16s")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """What makes the bytes of two blocks mean the same KV.
+
+    `digest`: 16 bytes of all of it. `bytes_per_block`: of one block as the backend holds it, without codec.
+    """
+
+    digest: bytes
+    bytes_per_block: int
+
+    @classmethod
+    def of(cls, schema: KVCacheSchema) -> Self:
+        """Weights, tokenizer, dtype, layout, shapes and block size of a model in an engine.
+
+        Raises `KVDataError` for a schema without a fingerprint of its model.
+        """
+        if not schema.model_fingerprint:
+            raise KVDataError(
+                "this backend gives its model no fingerprint, so its KV cannot be told from others'"
+            )
+        text = repr((FORMAT_VERSION, schema)).encode()
+        return cls(blake2b(text, digest_size=16).digest(), schema.bytes_per_page)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """Stands before the stored bytes of a block.
+
+    `token_hash`: the chained hash of the block's tokens, all before them, and the namespace (32 bytes, see
+    `kvmgr/prefix_cache/fingerprint.py`). `num_bytes` and `checksum` (xxh3, 64 bits) are of the bytes as they
+    are stored, behind the codec.
+    """
+
+    format_digest: bytes
+    token_hash: bytes
+    codec: str
+    num_bytes: int
+    checksum: int
+    version: int = FORMAT_VERSION
+
+    def pack(self) -> bytes:
+        """`HEADER_BYTES` bytes, with a checksum of their own."""
+        fields = _FIELDS.pack(
+            MAGIC, self.version, HEADER_BYTES, 0, self.num_bytes, self.checksum,
+            self.format_digest, self.token_hash, self.codec.encode().ljust(16, b"\0"),
+        )  # fmt: skip
+        return (fields + blake2b(fields, digest_size=16).digest()).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: Buffer) -> Self:
+        """The header in the first bytes of `data`. Raises `KVDataError` for anything else."""
+        fields = bytes(data[: _FIELDS.size])
+        digest = bytes(data[_FIELDS.size : _FIELDS.size + 16])
+        if len(fields) < _FIELDS.size or blake2b(fields, digest_size=16).digest() != digest:
+            raise KVDataError("no block header, or a damaged one")
+        magic, version, _, _, num_bytes, checksum, format_digest, token_hash, codec = _FIELDS.unpack(fields)
+        if magic != MAGIC:
+            raise KVDataError("no block header")
+        name = codec.rstrip(b"\0").decode("ascii", "replace")
+        return cls(format_digest, token_hash, name, num_bytes, checksum, version)
+
+
+class ReadOutcome(Enum):
+    """What became of reading a block. All but `OK` are misses, counted by name."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    """Nothing is stored there, or less than the header says."""
+    OTHER_VERSION = "other_version"
+    OTHER_FORMAT = "other_format"
+    """Other weights, tokenizer, dtype, layout or block size."""
+    OTHER_TOKENS = "other_tokens"
+    CORRUPT = "corrupt"
+    """Header or checksum do not agree with the bytes."""
+    UNKNOWN_CODEC = "unknown_codec"
+    IO_ERROR = "io_error"
+
+
+class TierLookup(Enum):
+    """What a tier knows of blocks. `RETRY`: it cannot say now; the same question may be answered later."""
+
+    HIT = "hit"
+    HIT_PENDING = "hit_pending"
+    """Being written or fetched; they are there soon."""
+    MISS = "miss"
+    RETRY = "retry"
+
+
+class KVCodec(Protocol):
+    """How the bytes of a block are stored. Stateless; called from worker threads.
+
+    `name`: at most 16 ASCII characters, written into headers. `is_exact`: decoding gives back every bit; if
+    not, `max_error` states the largest error relative to the largest number of a block.
+    """
+
+    name: str
+    is_exact: bool
+    max_error: float
+
+    def encode(self, data: Buffer) -> Buffer: ...
+
+    def decode(self, data: Buffer, target: memoryview) -> None:
+        """Fill `target` with the block. Raises `KVDataError` if the bytes are no block of that size."""
+
+
+class BlockBytes(Protocol):
+    """The KV blocks of a backend as bytes. Its methods run on worker threads, beside the engine's steps.
+
+    The caller makes sure that no step writes the blocks that are read, nor reads the blocks that are written.
+    A block has `bytes_per_block` bytes, in the order of the backend's layout.
+    """
+
+    bytes_per_block: int
+
+    def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
+        """Copy blocks one behind the other into `target` (len(block_ids) x bytes_per_block bytes)."""
+
+    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+        """Copy the blocks in `data` to these places."""
+
+
+class StoredBlock(NamedTuple):
+    """What a storage that survives a restart remembers of a block.
+
+    `tokens`: the int32 bytes of the block's own tokens. `parent`: the hash of the block before it, or empty.
+    `used_s`: seconds since the epoch of its last use.
+    """
+
+    slot: int
+    token_hash: bytes
+    parent: bytes
+    namespace: Namespace
+    tokens: bytes
+    used_s: float
+
+
+class BlockStorage(Protocol):
+    """Slots for one block each.
+
+    `write` and `read` run on worker threads, several at a time, never on one slot at once. The other methods
+    are called by the engine's thread and do not wait for a device.
+
+    Errors of the medium never raise out of `read`; `write` raises `OSError`, and the slot then holds nothing.
+    """
+
+    num_slots: int
+
+    def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
+        """Store blocks, each in its slot; `data` has `len(blocks)` x bytes_per_block bytes.
+
+        A crash at any instant leaves in a slot the old block, the new one or none.
+        """
+
+    def read(
+        self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
+    ) -> Sequence[ReadOutcome]:
+        """Fill `target` with blocks, each verified against the hash of its tokens.
+
+        The bytes of one that is not OK mean nothing.
+        """
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """The slots hold nothing any more."""
+
+    def touch(self, slots: Iterable[int]) -> None:
+        """Blocks were used now. May reach the medium later, or not at all."""
+
+    def recover(self) -> Sequence[StoredBlock]:
+        """What is there from before, to be called once, before anything else."""
+
+    def close(self) -> None:
+        """Write what is pending and let go of the medium."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Blocks of the device that are being filled for a prefix.
+
+    `block_ids` are those from block `first` of `tokens` on. They belong to the arrival until `publish` or
+    `abort`. `epoch` is of this arrival alone: data of an aborted one that comes late names another.
+    """
+
+    tokens: Tokens
+    namespace: Namespace
+    first: int
+    block_ids: BlockIds
+    epoch: int
+
+
+class KVArrivals(Protocol):
+    """Where blocks of a lower tier or another instance enter the device."""
+
+    def begin_receive(self, tokens: Tokens, namespace: Namespace, num_blocks: int) -> Arrival | None:
+        """Reserve blocks for what is not cached of the first `num_blocks` of a prefix.
+
+        None, and no change, if there are none to fill or too few could be made free.
+        """
+
+    def publish(self, arrival: Arrival, num_blocks: int) -> int:
+        """The first `num_blocks` blocks are filled and enter the prefix index.
+
+        The others are free again. Returns how many entered; none, if what comes before them has been evicted
+        meanwhile.
+        """
+
+    def abort(self, arrival: Arrival) -> None:
+        """Nothing comes, and no thread may write to the blocks any more."""
