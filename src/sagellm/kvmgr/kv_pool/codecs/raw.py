@@ -1,0 +1,29 @@
+"""`RawCodec`: blocks as they are."""
+
+from __future__ import annotations
+
+from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.kvmgr.kv_pool.codecs import bytes_of_dtype, check_size
+
+
+class RawCodec:
+    """Implements `KVCodec` without any change of the bytes."""
+
+    name = "raw"
+    is_exact = True
+    max_error = 0.0
+
+    def __init__(self, dtype: str) -> None:
+        bytes_of_dtype(dtype)
+
+    def encode(self, data: Buffer) -> Buffer:
+        """`data` itself, not a copy."""
+        return data
+
+    def decode(self, data: Buffer, target: memoryview) -> None:
+        view = memoryview(data).cast("B")
+        check_size(self.name, len(view), target.nbytes)
+        target.cast("B")[:] = view
+
+
+PLUGIN = RawCodec
