@@ -112,7 +112,7 @@ def test_settings_of_the_environment() -> None:
         "SAGELLM_OPTIONS": "{}",
         "SAGELLM_REPORT_S": "5",
     }
-    assert settings_of(given) == GuestSettings("on", "sieve", {}, 5)
+    assert settings_of(given) == GuestSettings("on", "sieve", {}, report_s=5)
     assert settings_of({}) == GuestSettings()
 
 
