@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import sys
+import tomllib
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from sglang.srt import plugins
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.unified_cache import tree_core_registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.engines.guests.settings import SchedulingSettings
-from sagellm.engines.sglang import register
 from sagellm.engines.sglang.hooks import (
     SCHEDULER_MODULE,
     VARIABLE,
@@ -36,16 +41,24 @@ FAIR = '{"strategy": "fair"}'
 
 
 @pytest.fixture(autouse=True)
-def registered_backends() -> Any:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our entry point, as `pip install` leaves it, whether sageLLM is installed here or not."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    group = project["entry-points"]["sglang.srt.plugins"]
+    folder = tmp_path / "sagellm-0.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: sagellm\nVersion: 0.0\n")
+    lines = [f"{name} = {target}" for name, target in group.items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
     with mock.patch.dict(tree_core_registry._TREE_CORE_REGISTRY):
         yield
 
 
 def load(monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
-    """SGLang's own `load_plugins`, with our entry point as the only one."""
+    """SGLang's own `load_plugins`, as in its scheduler process."""
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
-    found = {"sagellm": (register, "sagellm")}
-    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda *arguments, **options: found)
+    monkeypatch.setenv("SGLANG_PLUGINS", "sagellm")
     monkeypatch.delenv(VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(VARIABLE, setting)
@@ -204,6 +217,21 @@ def test_another_scheduler_is_left_alone() -> None:
         assert not hooks.order.requests
         second.step()
         assert list(hooks.order.requests) == ["a"]
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_sglangs_server_passes_the_fields_on(kind: Any) -> None:
+    """From a body of its OpenAI interface to the sampling parameters and the priority of a request."""
+    custom = {"sage_tenant": "t", "sage_ttft_s": 2.0}
+    body = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    asked = kind(**body, priority=3, custom_params=custom)
+    if kind is ChatCompletionRequest:
+        params = asked.to_sampling_params([], {}, None)
+    else:
+        params = OpenAIServingCompletion._build_sampling_params(mock.MagicMock(), asked)
+    assert params["custom_params"] == custom
+    assert SamplingParams(custom_params=params["custom_params"]).custom_params == custom
+    assert asked.priority == 3
 
 
 def test_the_clock_is_that_of_sglangs_times() -> None:
