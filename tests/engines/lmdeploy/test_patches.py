@@ -92,7 +92,13 @@ def test_the_plug_in_is_attached_by_its_name(package: Path) -> None:
     said = python(package, "-c", ATTACHED, **named, SAGELLM_LMDEPLOY='{"mode": "on"}').splitlines()
     assert "sageLLM: mode on, policy adaptive" in said[0]
     assert said[1] == "LMDeployEngine float64"
+    said = python(
+        package, "-c", ATTACHED, **named, SAGELLM_LMDEPLOY='{"mode": "on", "swap": true}'
+    ).splitlines()
+    assert "LMDeploy swaps nothing: no CPU blocks: set num_cpu_blocks of PytorchEngineConfig" in said[1]
+    assert said[2] == "LMDeployEngine float64"
     for variables, warning in (
+        ({**named, "SAGELLM_LMDEPLOY": '{"swap": 1}'}, "swap must be true or false, got 1"),
         ({"LMDEPLOY_KV_PLUGIN": "not_there:attach"}, "no plug-in not_there:attach"),
         ({**named, "SAGELLM_LMDEPLOY": '{"policy": "unknown"}'}, "LMDeploy evicts in its own order"),
     ):
@@ -104,6 +110,9 @@ def test_the_plug_in_is_attached_by_its_name(package: Path) -> None:
 def test_the_other_tests_pass_in_a_patched_one(package: Path) -> None:
     run_script("apply", package)
     options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
-    tests = [f"tests/engines/lmdeploy/test_{name}.py" for name in ("block_trie", "engine", "order")]
+    tests = [
+        f"tests/engines/lmdeploy/test_{name}.py"
+        for name in ("block_trie", "communication", "engine", "order", "swap")
+    ]
     said = python(package, "-m", "pytest", *options, *tests, REQUIRE_PATCHED="1")
     assert "tests skipped: 0" in said

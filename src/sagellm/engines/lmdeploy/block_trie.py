@@ -73,6 +73,8 @@ class TrieIndex:
         self.index = RadixIndex(self._size, clock=clock, policy_factory=policy_factory)
         self._nodes: dict[int, Node] = {}
         self._holds: dict[int, Hold] = {}
+        self.on_evict: Callable[[list[Node]], None] | None = None
+        """Called with nodes that leave the trie, children first, before anything is changed there."""
 
     def matched(self, sequence: Sequence) -> None:
         """A sequence found blocks and refers to them."""
@@ -125,7 +127,11 @@ class TrieIndex:
         blocks = np.array(block_ids)
         if (self._trie.allocator.get_ref_count(blocks) != 1).any():
             raise BookkeepingError("something refers to blocks that no sequence holds")
-        nodes = [self._nodes.pop(block_id) for block_id in block_ids]
+        nodes = [self._nodes[block_id] for block_id in block_ids]
+        if self.on_evict is not None:
+            self.on_evict(nodes)
+        for block_id in block_ids:
+            del self._nodes[block_id]
         parents = {node.parent for node in nodes} - set(nodes)
         for node in nodes:
             node.parent = None
@@ -133,6 +139,23 @@ class TrieIndex:
         self._trie.leaves |= {node for node in parents if node.parent is not None and not node.children}
         self._trie.allocator.free(blocks)
         return list(block_ids)
+
+    def take_out(self, node: Node) -> None:
+        """A leaf that no sequence holds leaves the index. Raises `BookkeepingError` for another node."""
+        hit = self.index.lookup(*node_path(self._trie, node))
+        if list(self.index.evict_tail(hit, 1)) != [node.block]:
+            raise BookkeepingError(f"block {node.block} is held, or others continue it")
+        del self._nodes[node.block]
+
+    def put_in(self, node: Node) -> None:
+        """A node that has just been added to the trie enters the index."""
+        block_ids, last = array("i"), node
+        while last.parent is not None:
+            block_ids.append(last.block)
+            last = last.parent
+        tokens, namespace = node_path(self._trie, node)
+        self.index.insert(tokens, block_ids[::-1], namespace)
+        self._nodes[node.block] = node
 
     def num_cached(self, sequence: Sequence) -> int:
         """Leading tokens of a sequence that are cached; at least one token is not."""
@@ -196,9 +219,11 @@ class GuidedTrie:
     def matching(self, sequence: Sequence) -> bool:
         """Whether to look a sequence up.
 
-        `_schedule_migration` of 0.11.0 passes a list of other sequences here; nothing is found then.
+        `_schedule_migration` of 0.11.0 passes a list of other sequences here; nothing is found then. A
+        preempted sequence that still has blocks behind its last cached one is not looked up either: 0.11.0
+        would append what it finds behind them, where other tokens belong.
         """
-        return not isinstance(sequence, list)
+        return not isinstance(sequence, list) and not has_own_blocks(sequence, int(self.trie.block_size))
 
     def matched(self, sequence: Sequence) -> None:
         """After `match`."""
@@ -207,6 +232,9 @@ class GuidedTrie:
     def allocated(self, sequence: Sequence) -> None:
         """After `allocate`."""
         self._told(self.paths.allocated, sequence)
+
+    def releasing(self, sequence: Sequence) -> None:
+        """Before the block manager's `free`; nothing to do."""
 
     def released(self, sequence: Sequence) -> None:
         """After the block manager's `free`."""
@@ -233,6 +261,23 @@ class GuidedTrie:
             except Exception as error:  # noqa: BLE001 - a listener may fail in any way; the server goes on
                 self._callbacks.remove(callback)
                 logger.warning("sageLLM: a callback of evictions is left out from now on: %r", error)
+
+    def take_out(self, node: Node) -> None:
+        """Remove a leaf from the trie. The trie's reference to its block belongs to the caller then."""
+        if self.is_guided:
+            self.paths.take_out(node)
+        parent, node.parent = node.parent, None
+        self.trie.leaves.discard(node)
+        if parent.parent is not None and not parent.children:
+            self.trie.leaves.add(parent)
+
+    def put_in(self, node: Node, parent: Node) -> None:
+        """Add a node to the trie. The caller's reference to its block belongs to the trie then."""
+        node.parent = parent
+        self.trie.leaves.discard(parent)
+        self.trie.leaves.add(node)
+        if self.is_guided:
+            self.paths.put_in(node)
 
     def _wrap(self) -> None:
         trie, manager = self.trie, self.trie.block_manager
@@ -293,6 +338,23 @@ def sequence_path(sequence: Sequence, num_tokens: int) -> tuple[Tokens, Namespac
     """The first tokens of a sequence; sequences of different adapters share nothing."""
     data = sequence.history_cache[:num_tokens].astype(np.int32).tobytes()
     return Tokens.frombytes(data), Namespace(adapter=sequence.adapter_name or "")
+
+
+def has_own_blocks(sequence: Sequence, block_size: int) -> bool:
+    """Whether a sequence has blocks behind the last that the trie has too."""
+    blocks = sequence.logical_blocks
+    node = blocks.last_shared_node
+    return len(blocks) * block_size > (0 if node is None else node.num_matched)
+
+
+def node_path(trie: Trie, node: Node) -> tuple[Tokens, Namespace]:
+    """The tokens up to a node's end, and the namespace of its adapter."""
+    parts: list[bytes] = []
+    while node.parent is not None:
+        parts.append(np.asarray(node.tokens).astype(np.int32).tobytes())
+        node = node.parent
+    adapter = next(name for name, root in trie._roots.items() if root is node)
+    return Tokens.frombytes(b"".join(reversed(parts))), Namespace(adapter=adapter or "")
 
 
 def cached_blocks(trie: Trie) -> dict[int, Node]:

@@ -8,17 +8,21 @@ back, with its clock repaired.
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sagellm.core.clock import Clock
+from sagellm.core.errors import ConfigError, PlanError
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.types import Tokens
 from sagellm.engines.guests.comparison import Comparison
 from sagellm.engines.guests.settings import GuestSettings
+from sagellm.engines.lmdeploy.block_moves import DeviceMove
 from sagellm.engines.lmdeploy.block_trie import (
     UNFINISHED,
     EvictionCallback,
@@ -28,12 +32,17 @@ from sagellm.engines.lmdeploy.block_trie import (
     repair_clock,
     sequence_path,
 )
+from sagellm.engines.lmdeploy.communication import CallCount, CommOperation, Communication
+from sagellm.engines.lmdeploy.cpu_cache import CPUCache
 
 logger = logging.getLogger("lmdeploy.sagellm")
 
 
 class LMDeployBlock(NamedTuple):
-    """A logical block. `num_references`: sequences, and the trie if it is cached; 0 is free."""
+    """A logical block. `num_references`: sequences, and the cache if it is cached; 0 is free.
+
+    Physical blocks from `num_gpu_blocks` on are those of the CPU. `is_cached`: in LMDeploy's trie.
+    """
 
     physical_id: int
     num_references: int
@@ -51,6 +60,8 @@ class LMDeployEngine:
         if not (hasattr(trie, "hooks") and hasattr(manager, "hooks")):
             raise AttributeError("this LMDeploy has no patch 0001-extend-kv-manager-api or 0002")
         self._trie, self._settings, self._size = trie, settings, int(trie.block_size)
+        self._scheduler, self._clock, self._reported_s = scheduler, clock, clock.now()
+        self.cpu_cache: CPUCache | None = None
         capacity = int(manager.num_gpu_blocks)
         self.comparison = Comparison("LMDeploy", capacity, self._size, self._size, settings, clock, logger)
         self.guided = GuidedTrie(trie, self.comparison.policy, clock, decides=settings.mode == "on")
@@ -76,6 +87,53 @@ class LMDeployEngine:
         """Call it after each eviction of cached blocks, with their logical ids."""
         self.guided.register_eviction_callback(callback)
 
+    def swap_to_cpu(self) -> int:
+        """Keep what leaves the GPU cache in LMDeploy's CPU blocks; returns their number.
+
+        Raises `ConfigError` in the mode `shadow`, `AttributeError` for an LMDeploy without the patch, and
+        `ValueError` where swapping would not be sound.
+        """
+        if self._settings.mode != "on":
+            raise ConfigError('swap decides what is kept: it needs the mode "on"')
+        self.cpu_cache = CPUCache(self._scheduler, self.guided)
+        self.guided.paths.on_evict = self._evicting
+        return self.cpu_cache.moves.num_free_cpu
+
+    def migrate_blocks(self, plan: SequenceOf[DeviceMove]) -> None:
+        """Move cached blocks between GPU and CPU before the next step; all or none.
+
+        A block that moves to the CPU must be in LMDeploy's prefix cache, with all blocks that continue it in
+        the plan and no sequence that uses one of them. It is cached on the CPU then. A block that moves to
+        the GPU must be cached on the CPU, with the block before it on the GPU or in the plan. Where the CPU
+        is full, blocks cached there make room, the least recently used first. Raises `PlanError` for a block
+        that cannot move, and `CapacityError` where the blocks do not fit.
+        """
+        if self.cpu_cache is None:
+            raise PlanError('no block is cached on the CPU: set "swap": true in SAGELLM_LMDEPLOY')
+        self.cpu_cache.migrate(plan)
+
+    def communication(self) -> Mapping[CommOperation, CallCount]:
+        """Counts of the collectives and KV transfers of this process, if they are watched."""
+        try:
+            hooks = importlib.import_module("lmdeploy.pytorch.comm_hooks").hooks
+        except ImportError:
+            return {}
+        return dict(hooks.counts) if isinstance(hooks, Communication) else {}
+
+    def _swapping(self, listener: Callable[[CPUCache], None]) -> None:
+        """Let the CPU cache act while it works. An error ends it; what is in it is computed again."""
+        if self.cpu_cache is None:
+            return
+        try:
+            listener(self.cpu_cache)
+        except Exception as error:  # noqa: BLE001 - the server must go on
+            logger.warning("sageLLM: nothing is swapped any more: %r", error)
+            cache, self.cpu_cache, self.guided.paths.on_evict = self.cpu_cache, None, None
+            cache.close()
+
+    def _evicting(self, nodes: list[Any]) -> None:
+        self._swapping(lambda cache: cache.evicted(nodes))
+
     # -- what the patches call
 
     def matching(self, sequence: Sequence) -> bool:
@@ -87,6 +145,7 @@ class LMDeployEngine:
         self.guided.matched(sequence)
         if self._is_counting and sequence.seq_id not in self._admitted:
             self._found[sequence.seq_id] = sequence.num_history_ids // self._size
+        self._swapping(lambda cache: cache.admitting(sequence))
 
     def allocated(self, sequence: Sequence) -> None:
         """After `allocate` that has blocks for the trie; the first one counts the request."""
@@ -110,6 +169,10 @@ class LMDeployEngine:
             self.comparison.ended(str(number), Tokens())
         for number in self._found.keys() - manager._seq_map.keys():
             del self._found[number]
+
+    def releasing(self, sequence: Sequence) -> None:
+        """Before the block manager's `free`."""
+        self._swapping(lambda cache: cache.preempted(sequence))
 
     def released(self, sequence: Sequence) -> None:
         """After the block manager's `free`."""
@@ -139,6 +202,21 @@ class LMDeployEngine:
         num_tokens = sequence.num_all_ids
         path, _ = sequence_path(sequence, num_tokens - num_tokens % self._size)
         self.comparison.ended(str(sequence.seq_id), path, Use(sequence.num_new_tokens))
+        report_s = self._settings.report_s
+        if report_s and self._clock.now() - self._reported_s >= report_s:
+            self.report_swaps()
+
+    def report_swaps(self) -> None:
+        """One line in the log about the CPU cache, if there is one."""
+        self._reported_s = self._clock.now()
+        if self.cpu_cache is None:
+            return
+        cache, moves = self.cpu_cache, self.cpu_cache.moves
+        logger.info(
+            "sageLLM: %d blocks were swapped out and %d in; %d were reused from the CPU and %d dropped there;"
+            " %d are cached there",
+            moves.num_swapped_out, moves.num_swapped_in, cache.num_reused, cache.num_dropped, len(cache),
+        )  # fmt: skip
 
     def evict(self, num_blocks: int) -> int | None:
         """In place of `evict`; None where LMDeploy has to do it."""
