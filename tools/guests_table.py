@@ -14,7 +14,7 @@ HOSTS = {"vllm": "vLLM", "lmdeploy": "LMDeploy", "lmdeploy_repaired": "LMDeploy"
 
 
 def table(path: Path) -> str:
-    """A row for each trace and capacity: share of blocks that were reused, and CPU time per block."""
+    """A row for each trace and capacity: reused blocks, CPU time per block."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     columns = list(dict.fromkeys((row["host"], row["policy"]) for row in rows))
     places = list(dict.fromkeys((row["trace"], row["share"], row["capacity"]) for row in rows))

@@ -11,6 +11,7 @@ class Tier(StrEnum):
     HBM = "hbm"
     DRAM = "dram"
     NVME = "nvme"
+    REMOTE = "remote"
 
 
 NO_PAGE = -1

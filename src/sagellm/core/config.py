@@ -111,6 +111,9 @@ class KVConfig(Section):
         ge=0.0,
         le=16384.0,
     )
+    host_gb: float = key(0.0, "host memory (GiB) behind the device's KV pool; 0: none", ge=0.0, le=16384.0)
+    disk_gb: float = key(0.0, "disk (GiB) behind that, in kv.dir; 0: none", ge=0.0, le=1048576.0)
+    dir: Word | None = key(None, "folder of the disk tier; one server owns it")
     index: Word = key("radix", "prefix index")
     pool: Word = key("free_list", "block pool")
     eviction: Word = key("adaptive", "eviction policy")
@@ -139,6 +142,12 @@ class KVConfig(Section):
         if promised > 1.0 + 1e-9:
             raise ValueError(f"guarantees sum to {promised:g}; together they can have at most 1 (the pool)")
         return shares
+
+    @model_validator(mode="after")
+    def _disk_has_a_folder(self) -> KVConfig:
+        if self.disk_gb and self.dir is None:
+            raise ValueError("disk_gb needs a folder on that disk: set kv.dir")
+        return self
 
     @field_validator("sharing_groups")
     @classmethod

@@ -196,6 +196,8 @@ class FinishReason(str, Enum):
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"
+    """Blocks of its prompt are on their way to the device; passes do not see it."""
     RUNNING = "running"
     FINISHED = "finished"
 

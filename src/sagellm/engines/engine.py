@@ -50,6 +50,7 @@ from sagellm.core.types import (
     Tokens,
 )
 from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
+from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import Planner
 from sagellm.engines.recovery import Recovery
@@ -61,6 +62,8 @@ from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 
 log = logging.getLogger("sagellm.engine")
+MOST_IDLE_S = 0.002
+"""A step waits so long for KV where it has nothing else to do; then the engine looks for new requests."""
 
 
 class EngineView:
@@ -119,6 +122,7 @@ class Engine:
         self._request_table = table = RequestTable(
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
+        self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
             table, kv, scheduler, self._recovery, speculation, clock=self.clock, events=self.events
@@ -140,7 +144,10 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         account_tokens = self.kv.quotes.max_blocks(request.account) * self.kv.block_size
         check_request(request, self._capability, self.max_model_len, account_tokens)
-        self._request_table.add(RequestState.of(request))
+        state = RequestState.of(request)
+        self._request_table.add(state)
+        if self._kv_waits is not None:
+            self._kv_waits.add(state)
         now_s = self.clock.now()
         if self.events.wants(RequestReceived):
             self.events.emit(RequestReceived(request, now_s))
@@ -249,6 +256,8 @@ class Engine:
         """Make free blocks contiguous with at most `max_copies` moves; returns their number. The backend
         copies them now. If that fails, the error is raised and nothing has moved."""
         self._drain()
+        if self._kv_waits is not None:
+            self._kv_waits.settle()
         kv = self.kv
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
@@ -276,6 +285,8 @@ class Engine:
         if self._worker is not None:  # waits for the step in flight; its result is dropped
             self._worker.shutdown(wait=True)
             self._in_flight = None
+        if self.kv.tiers is not None:
+            self.kv.tiers.close()
         self.backend.close()
 
     # -- the loop
@@ -286,12 +297,30 @@ class Engine:
         and is handed to the backend before the commit."""
         if self._in_flight is None and not self._request_table.states:
             return self._take_outputs()
+        if self._kv_waits is not None and not self._move_kv(self._kv_waits):
+            return self._take_outputs()
         current = self._in_flight or self._begin_step()
         following = None
         if self._in_flight is not None and not self._recovery.isolates:
             following = self._planner.plan_ahead(current, self.view)
         self._complete(current, following)
+        if self.kv.tiers is not None:
+            self.kv.tiers.start_loads()
         return self._take_outputs()
+
+    def _move_kv(self, waits: KVWaits) -> bool:
+        """Take in KV from tiers; returns whether there is a step to take.
+
+        Where all requests wait for KV, waits a moment for it.
+        """
+        waits.advance(start=self._in_flight is None)
+        table = self._request_table
+        if self._in_flight is not None or table.running or table.num_for_kv < len(table.waiting):
+            return True
+        assert self.kv.tiers is not None
+        self.kv.tiers.wait(MOST_IDLE_S)
+        waits.advance(start=True)
+        return table.num_for_kv < len(table.waiting)
 
     def _complete(self, current: InFlightStep, following: PlannedStep | None = None) -> None:
         """Execute or await a step and commit it; `following` starts in between."""
@@ -410,6 +439,8 @@ class Engine:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
         self.kv.release(state, ended=False)
         self._request_table.preempt(state)
+        if self._kv_waits is not None:
+            self._kv_waits.add(state)
         self._num_preemptions += 1
 
     def _fail(self, states: Sequence[RequestState], error: str) -> None:
@@ -422,6 +453,8 @@ class Engine:
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)
+        if self._kv_waits is not None:
+            self._kv_waits.forget(state)
         if self.speculation is not None:
             self.speculation.forget(state)
         self._request_table.finish(state, reason)

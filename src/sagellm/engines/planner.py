@@ -61,7 +61,7 @@ class Planner:
             StepStart(step, self._clock.now(), table.num_new_running),
             self._recovery.token_budget,
             table.running.copy(),
-            list(table.waiting.values()),
+            table.plannable(),
             {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in table.prefilling.values()},
             table.decodes,
             num_draft_tokens=0 if self._speculation is None else self._speculation.num_tokens,

@@ -1,12 +1,13 @@
 """`RequestTable` holds the requests of an engine, and alone moves them.
 
     add -> WAITING -- admit --> RUNNING, computes its prompt -- start_decode --> RUNNING, decodes
-              ^                    |  advance                                       |
-              +------ preempt -----+------------------------------------------------+    finish: from anywhere
+            |   ^                  |  advance                                       |
+            |   +------ preempt ---+------------------------------------------------+    finish: from anywhere
+            +-- wait_for_kv --> WAITING_FOR_KV -- kv_arrived --> WAITING
 
 Planner, committer and recovery return which requests must move; the engine calls these transitions. KV is not
-moved here: the engine releases blocks before `preempt` and `finish`. A status for requests that wait for KV
-from another tier would be one more place beside `waiting` and `running`.
+moved here: the engine releases blocks before `preempt` and `finish`. A request that waits for KV keeps its
+place in the queue.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sagellm.core.plan import NO_ROW, Chunk, RequestState
 from sagellm.core.types import FinishReason, RequestStatus
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
+WAITING = frozenset({RequestStatus.WAITING, RequestStatus.WAITING_FOR_KV})
 ANY_TOKEN = 0
 """Stands for a token that is being drawn."""
 
@@ -27,7 +29,8 @@ ANY_TOKEN = 0
 class RequestTable:
     """Owns status, row and token counts of each request from `add` to `finish`.
 
-    `states`: all requests by id. `waiting`: in the order of the queue, which passes may change for one step.
+    `states`: all requests by id. `waiting`: in the order of the queue, which passes may change for one step;
+    `num_for_kv` of them wait for KV and are not planned.
     `running`: in the order of the batch, the last is preempted first; the last `num_new_running` of them have
     been admitted since the order was set. A running request is in `prefilling` or a member of `decodes`.
     `left_rows`: rows that requests have left and of which no executed plan has told the backend yet.
@@ -42,6 +45,7 @@ class RequestTable:
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.left_rows: list[int] = []
         self.num_new_running = 0
+        self.num_for_kv = 0
         self._max_model_len = max_model_len
 
     # -- transitions
@@ -50,6 +54,22 @@ class RequestTable:
         """A new request goes to the end of the queue."""
         self.states[state.request_id] = state
         self.waiting[state.request_id] = state
+
+    def wait_for_kv(self, state: RequestState) -> None:
+        """Blocks of a waiting request are on their way to the device."""
+        state.status = RequestStatus.WAITING_FOR_KV
+        self.num_for_kv += 1
+
+    def kv_arrived(self, state: RequestState) -> None:
+        """They are there, or do not come; the request can be planned."""
+        state.status = RequestStatus.WAITING
+        self.num_for_kv -= 1
+
+    def plannable(self) -> list[RequestState]:
+        """The waiting requests that do not wait for KV, in queue order."""
+        if not self.num_for_kv:
+            return list(self.waiting.values())
+        return [state for state in self.waiting.values() if state.status is RequestStatus.WAITING]
 
     def admit(self, state: RequestState, num_computed: int, now_s: float) -> None:
         """Move a waiting request into a free row; `num_computed` tokens have KV."""
@@ -97,6 +117,7 @@ class RequestTable:
         if state.status is RequestStatus.RUNNING:
             self._leave_row(state)
         else:
+            self.num_for_kv -= state.status is RequestStatus.WAITING_FOR_KV
             del self.waiting[state.request_id]
         state.status, state.finish_reason = RequestStatus.FINISHED, reason
         del self.states[state.request_id]
@@ -189,11 +210,14 @@ class RequestTable:
             raise BookkeepingError(f"{len(self.states)} requests are known, others wait or run")
         wrong = [
             *(state for state in self.running if state.status is not RequestStatus.RUNNING),
-            *(state for state in self.waiting.values() if state.status is not RequestStatus.WAITING),
+            *(state for state in self.waiting.values() if state.status not in WAITING),
             *(state for state in self.waiting.values() if state.row != NO_ROW),
         ]
         if wrong:
             raise BookkeepingError(f"{wrong[0].request_id}: {wrong[0].status} in row {wrong[0].row}")
+        num_for_kv = sum(s.status is RequestStatus.WAITING_FOR_KV for s in self.waiting.values())
+        if num_for_kv != self.num_for_kv:
+            raise BookkeepingError(f"{num_for_kv} requests wait for KV, {self.num_for_kv} are counted")
         rows = sorted([*self.free_rows, *(state.row for state in self.running)])
         if rows != list(range(len(rows))):
             raise BookkeepingError(f"rows are lost or used twice: {rows}")

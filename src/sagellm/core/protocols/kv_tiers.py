@@ -14,14 +14,15 @@ instance, enter the device through `KVArrivals`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from sagellm.core.errors import KVDataError
-from sagellm.core.types import BlockIds, KVCacheSchema, Namespace, Tokens
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 MAGIC = b"sageKVb1"
@@ -223,7 +224,16 @@ class Arrival:
 class KVArrivals(Protocol):
     """Where blocks of a lower tier or another instance enter the device."""
 
-    def begin_receive(self, tokens: Tokens, namespace: Namespace, num_blocks: int) -> Arrival | None:
+    @property
+    def num_changes(self) -> int:
+        """Counts changes of the index, for `KVQuotes.version`."""
+
+    def serve(self, make_room: Callable[[int, Account], None], owner: str) -> None:
+        """Set how room is made, and the owner of blocks in the index."""
+
+    def begin_receive(
+        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = ...
+    ) -> Arrival | None:
         """Reserve blocks for what is not cached of the first `num_blocks` of a prefix.
 
         None, and no change, if there are none to fill or too few could be made free.
@@ -238,3 +248,57 @@ class KVArrivals(Protocol):
 
     def abort(self, arrival: Arrival) -> None:
         """Nothing comes, and no thread may write to the blocks any more."""
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where blocks and arrivals do not add up."""
+
+
+class KVTiers(Protocol):
+    """Memory below the device. For the engine's thread; all calls but `wait` return at once.
+
+    `arrivals` are the device's.
+    """
+
+    @property
+    def arrivals(self) -> KVArrivals: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+
+    def offer(self, hit: PrefixHit, account: Account = ...) -> None:
+        """A path of the device, pinned now, was computed or used: save it."""
+
+    def request(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account = ...,
+        *,
+        start: bool = True,
+    ) -> TierLookup:
+        """Bring up what tiers have of a prompt and the device lacks.
+
+        HIT_PENDING: it comes, and `poll` will name the request. MISS: nothing that is worth it. RETRY: the
+        device has no room for it now. With `start=False` the blocks are written from `start_loads` on, since
+        the step that computes now may still write to them.
+        """
+
+    def start_loads(self) -> None:
+        """Begin the loads that were requested with `start=False`."""
+
+    def cancel(self, request_id: str) -> None:
+        """The request has gone."""
+
+    def poll(self) -> Sequence[str]:
+        """Take in what has moved; returns the requests that need not wait any more."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has moved; False if the time is over before."""
+
+    def close(self) -> None: ...
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where the books disagree."""

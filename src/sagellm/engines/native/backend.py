@@ -29,6 +29,7 @@ from sagellm.core.types import (
     width,
 )
 from sagellm.engines.native.attention import attention_planner
+from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.measure import fastest, host_copy_s
@@ -259,6 +260,10 @@ class NativeBackend:
 
     def get_kv_schema(self) -> KVCacheSchema:
         return self._schema
+
+    def kv_bytes(self) -> PoolBytes:
+        """The KV pool's blocks as bytes, for tiers and transfers."""
+        return PoolBytes(self._kv)
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
         """Run one step. Rows take in the drawn tokens only after everything else has worked. Raises

@@ -149,29 +149,29 @@ class PagedKV:
     def state_buffer(self) -> torch.Tensor:
         """Bytes for a kept state, as many as its pages have."""
         assert self.states is not None
-        page = sum(own.shape[1] for own in self._bytes())
+        page = sum(own.shape[1] for own in self.as_bytes())
         return torch.empty(cdiv(self.states.num_bytes, page) * page, dtype=torch.uint8, device=self.device)
 
     def save_state(self, buffer: torch.Tensor, pages: Sequence[int]) -> None:
         """Copy a buffer of `state_buffer` into pages of the pool."""
         ids = torch.tensor(pages, dtype=torch.long, device=self.device)
-        for own, part in zip(self._bytes(), self._parts(buffer, len(pages)), strict=True):
+        for own, part in zip(self.as_bytes(), self._parts(buffer, len(pages)), strict=True):
             own.index_copy_(0, ids, part)
 
     def load_state(self, pages: Sequence[int]) -> torch.Tensor:
         """The buffer that was copied into these pages."""
         buffer, ids = self.state_buffer(), torch.tensor(pages, dtype=torch.long, device=self.device)
-        for own, part in zip(self._bytes(), self._parts(buffer, len(pages)), strict=True):
+        for own, part in zip(self.as_bytes(), self._parts(buffer, len(pages)), strict=True):
             part.copy_(own.index_select(0, ids))
         return buffer
 
-    def _bytes(self) -> list[torch.Tensor]:
+    def as_bytes(self) -> list[torch.Tensor]:
         """The pools as bytes [num_blocks, bytes of a block]."""
         return [pool.flatten(1).view(torch.uint8) for pool in self._pools]
 
     def _parts(self, buffer: torch.Tensor, num_pages: int) -> Sequence[torch.Tensor]:
         """The part of a kept state in each pool, [num_pages, bytes of a block]."""
-        sizes = [own.shape[1] for own in self._bytes()]
+        sizes = [own.shape[1] for own in self.as_bytes()]
         if buffer.numel() != num_pages * sum(sizes):
             raise PlanError(f"a recurrent state of {buffer.numel()} bytes does not fill {num_pages} blocks")
         return torch.split(buffer.view(num_pages, -1), sizes, dim=1)

@@ -36,7 +36,7 @@ from sagellm.engines.guests.paths import TOKENS_PER_DIGEST
 from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints, hints_of
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.vllm import register
-from sagellm.engines.vllm.block_pool import RequestEnd, GuidedPool
+from sagellm.engines.vllm.block_pool import GuidedPool, RequestEnd
 from sagellm.engines.vllm.stats import SageMetrics, SageStats, Tally
 
 if TYPE_CHECKING:

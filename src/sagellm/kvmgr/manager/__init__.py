@@ -1,8 +1,8 @@
 """`KVCacheManager`: which request has which KV block, and what stays when the request leaves."""
 
-from sagellm.kvmgr.manager.allocator import BlockAllocator
+from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmentation
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig
-from sagellm.kvmgr.manager.manager import BlockStates, Fragmentation, KVCacheManager
+from sagellm.kvmgr.manager.manager import KVCacheManager
 from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.swap import SwapSpace
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
@@ -19,6 +20,25 @@ from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 
 MAX_EXTRA, BLOCKS_PER_EXTRA = 32, 1024
 """Blocks evicted together: one per 1,024 of the pool, at most 32; so 0.1 % of the cache may go early."""
+
+
+class BlockStates(NamedTuple):
+    """Blocks by state; they sum to the pool's total."""
+
+    active: int
+    cached: int
+    free: int
+
+
+class Fragmentation(NamedTuple):
+    """Shares of memory that hold no token, 0 to 1.
+
+    `internal`: of the slots in blocks of running requests, those behind the last token. `external`: 1 minus
+    the longest run of free blocks over all free blocks.
+    """
+
+    internal: float
+    external: float
 
 
 class SlidingWindows:

@@ -14,6 +14,8 @@ Every block has one owner at a time. The owners, in the order in which a block c
     pinned by a hit      from the bind that admits a request until its release (or rollback)
     pinned by a client   from pin_prefix until unpin_prefix
     shared last block    stays its request's own; requests of its group copy it while that request runs
+    on its way here      from begin_receive until publish or abort; then in the index (kv_pool/arrivals.py)
+    on its way down      pinned from the commit or release that offers a path until its tiers have it
     saved in host memory from the executed step that preempts a request until the step that admits it again,
                          in blocks of another pool (SwapSpace)
 
@@ -34,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.blocks import cdiv
@@ -43,6 +44,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
+from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -51,8 +53,8 @@ from sagellm.core.protocols.prefix_cache import (
     ReuseRecorder,
     SpanState,
 )
-from sagellm.core.types import NO_ACCOUNT, BlockIds, KVGroup, Namespace, Tokens
-from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, KVGroup, Namespace, Tokens
+from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmentation, SlidingWindows
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig, Checkpoints
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.page_groups import PageGroups
@@ -67,25 +69,6 @@ from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 
 
-class BlockStates(NamedTuple):
-    """Blocks by state; they sum to the pool's total."""
-
-    active: int
-    cached: int
-    free: int
-
-
-class Fragmentation(NamedTuple):
-    """Shares of memory that hold no token, 0 to 1.
-
-    `internal`: of the slots in blocks of running requests, those behind the last token. `external`: 1 minus
-    the longest run of free blocks over all free blocks.
-    """
-
-    internal: float
-    external: float
-
-
 class KVCacheManager:
     """Joins a prefix index, a block pool and a quota. One thread owns it.
 
@@ -95,7 +78,8 @@ class KVCacheManager:
     freed before anything cached is evicted. `groups`: the KV groups of the model, if it has several;
     `max_chunk`: the most tokens of a request that a step computes. `checkpoints`: how recurrent states are
     kept, for a model that has any. `sharing_groups`: by tenant, the group
-    with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `swap`:
+    with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `tiers`:
+    memory below the device, around the same index and pool. `swap`:
     host memory for the KV of preempted requests; `prefill_token_s`: seconds to compute a token of it again.
     """
 
@@ -113,6 +97,7 @@ class KVCacheManager:
         checkpoints: CheckpointConfig | None = None,
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
+        tiers: KVTiers | None = None,
         swap: SwapSpace | None = None,
         prefill_token_s: float = 0.0,
         metrics: ReuseRecorder | None = None,
@@ -123,37 +108,37 @@ class KVCacheManager:
             raise ValueError(f"block sizes differ: index {index.block_size}, pool {pool.block_size}")
         now, sharing = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
         self.index, self.pool, self.quota = index, pool, quota
-        self.metrics, self.misses, self.swap, self.num_groups = metrics, misses, swap, max(1, len(groups))
+        self.metrics, self.misses, self.num_groups = metrics, misses, max(1, len(groups))
+        self.tiers, self.swap = tiers, swap
         self.window, has_pages = window, self.num_groups > 1 or checkpoints is not None
-        self.block_size, self.prefix_caching = pool.block_size, prefix_caching
-        self.index_as_computed = index_as_computed
-        self.namespace_of = sharing.namespace_of
+        self.prefix_caching, self.index_as_computed = prefix_caching, index_as_computed
+        self.block_size, self.namespace_of = pool.block_size, sharing.namespace_of
         self._tables = BlockTables(pool)
         self._tails = SharedTails(self._tables, pool.block_size)
         if has_pages and (quota is not None or swap is not None or window is not None):
             raise ValueError("KV groups and recurrent states go with neither quotas nor swap space")
-        self.checkpoints = (
-            None if checkpoints is None else Checkpoints(index, pool, checkpoints, self.namespace_of, now)
-        )
-        self._pages = (
-            PageGroups(groups, pool, self._tables, max_chunk, self.checkpoints) if has_pages else None
-        )
+        self.checkpoints = self._pages = None
+        if checkpoints is not None:
+            self.checkpoints = Checkpoints(index, pool, checkpoints, self.namespace_of, now)
+        if has_pages:
+            self._pages = PageGroups(groups, pool, self._tables, max_chunk, self.checkpoints)
         windows = SlidingWindows(window, self._tables, self._tails, pool, self._pages)
         self.allocator = BlockAllocator(index, pool, quota, windows, self._pages)
+        if tiers is not None:
+            tiers.arrivals.serve(self.allocator.make_room, INDEX_OWNER)
         if misses is not None:
             misses.evictions_are_for(lambda: self.allocator.evictor)
-        parts = index, pool, self._tables, sharing, self._pages
-        self._registrar = PrefixRegistrar(*parts, prefix_caching=prefix_caching)
+        self._registrar = PrefixRegistrar(
+            index, pool, self._tables, sharing, self._pages, prefix_caching=prefix_caching
+        )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
         self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints)
-        state_pages = 0 if self.checkpoints is None else self.checkpoints.state_pages
-        self.pins = PinnedPrefixes(
-            index, pool.total_blocks // self.num_groups, max_pinned_share, cdiv(state_pages, self.num_groups)
-        )
+        state_pages = 0 if self.checkpoints is None else cdiv(self.checkpoints.state_pages, self.num_groups)
+        self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
-            self._pages, swap, metrics, now, prefix_caching, prefill_token_s,
+            self._pages, swap, tiers, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
 
     # -- what running requests hold
@@ -182,9 +167,7 @@ class KVCacheManager:
         return BlockStates(self.pool.total_blocks - cached - free, cached, free)
 
     def fragmentation(self) -> Fragmentation:
-        slots = self.block_size * sum(len(blocks.block_ids) for blocks in self._tables)
-        tokens = sum(blocks.state.num_computed for blocks in self._tables)
-        return Fragmentation(1 - tokens / slots if slots else 0.0, self.pool.get_fragmentation())
+        return Fragmentation(self._tables.unused_share(), self.pool.get_fragmentation())
 
     # -- bind and rollback
 
@@ -300,6 +283,19 @@ class KVCacheManager:
         """Whether a step that only decodes does nothing here but append blocks."""
         return self.window is None and self._pages is None and self._tables.all_sent and self.hints.is_idle
 
+    # -- tiers below the device
+
+    def bring_up(self, state: RequestState, *, start: bool) -> TierLookup:
+        """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`."""
+        assert self.tiers is not None
+        path = state.request_id, state.tokens, self.namespace_of(state.request.namespace), state.max_reusable
+        return self.tiers.request(*path, self._account_of(state), start=start)
+
+    def _save(self, blocks: RequestBlocks) -> None:
+        """Have tiers keep the path of a request, which is pinned."""
+        if self.tiers is not None:
+            self.tiers.offer(blocks.hit, blocks.own.account)
+
     # -- preempted requests in host memory
 
     def swap_out(self, binding: Binding, state: RequestState) -> bool:
@@ -373,6 +369,7 @@ class KVCacheManager:
                 self._registrar.register(blocks, state.num_computed)
         elif was_published or prompt > blocks.num_shared * self.block_size:
             self._registrar.register(blocks, prompt)
+            self._save(blocks)
             group = state.request.group
             if group is not None and self.prefix_caching and self.checkpoints is None:
                 self._tails.offer(group, blocks)
@@ -396,6 +393,7 @@ class KVCacheManager:
         blocks, request = self._blocks_of(state, "release"), state.request
         if keep:
             self._registrar.register(blocks, state.num_computed)
+            self._save(blocks)
         else:
             self._registrar.unpublish_all(blocks)
         use = Use(
@@ -430,9 +428,7 @@ class KVCacheManager:
 
         Returns whether any were evicted.
         """
-        if self.quota is None:
-            return False
-        return self.allocator.make_room_below_ceilings(num_blocks, self.quota.paying(state.request.account))
+        return self.allocator.make_room_below_ceilings(num_blocks, self._account_of(state))
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace = Namespace()) -> PrefixHit:
         """Pin the cached part of a prompt (a system prompt, say) until `unpin_prefix`.
@@ -467,6 +463,9 @@ class KVCacheManager:
         self._tails.check()
         if self._pages is not None:
             self._pages.check(self.index, self.pins.hits)
+        if self.tiers is not None:
+            self.tiers.arrivals.check()
+            self.tiers.check()
         if self.swap is not None:
             self.swap.check()
 
@@ -480,11 +479,14 @@ class KVCacheManager:
             )
         return blocks
 
+    def _account_of(self, state: RequestState) -> Account:
+        """The account that pays for the blocks of a request."""
+        return NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
+
     def _admit(self, chunk: Chunk) -> None:
         """Pin the hit of a chunk; give its request an empty allocation."""
         state, wanted = chunk.state, chunk.hit
         assert wanted is not None
-        account = NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
         hit = self.index.pin(wanted)
         try:
             ids = self.index.block_ids(hit)
@@ -493,7 +495,7 @@ class KVCacheManager:
                 raise BookkeepingError(
                     f"{state.request_id}: a hit of {chunk.start} tokens shrank to {hit.num_tokens} by bind"
                 )
-            own = self.pool.allocate(0, state.request_id, account)
+            own = self.pool.allocate(0, state.request_id, self._account_of(state))
             assert own is not None
             blocks = RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
             try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
+from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PromptSpan, ReuseRecorder, SpanState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
 from sagellm.core.types import Account, Namespace, Tokens
@@ -35,6 +36,7 @@ class Quotes:
         groups: SharingGroups,
         page_groups: PageGroups | None,
         swap: SwapSpace | None,
+        tiers: KVTiers | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
         prefix_caching: bool,
@@ -44,6 +46,7 @@ class Quotes:
         self._tables, self._allocator, self._windows = tables, allocator, windows
         self._registrar, self._tails, self._pins, self._groups = registrar, tails, pins, groups
         self._pages, self._swap, self._metrics, self._now = page_groups, swap, metrics, now
+        self._tiers = tiers
         self._per_block = 1 if page_groups is None else page_groups.per_block
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
         self.block_size = self._pool.block_size
@@ -58,6 +61,7 @@ class Quotes:
     def version(self) -> int:
         parts = self._tables, self._allocator, self._registrar, self._pins
         changes = sum(part.num_changes for part in parts)
+        changes += 0 if self._tiers is None else self._tiers.arrivals.num_changes
         return changes + (0 if self._swap is None else self._swap.num_changes)
 
     def match(self, state: RequestState) -> PrefixHit:

@@ -238,6 +238,11 @@ class BlockTables:
                 new = tuple(blocks.table(first))
                 binding.table_deltas.append(BlockTableDelta(state.row, first * blocks.num_groups, new))
 
+    def unused_share(self) -> float:
+        """Share of the slots in requests' blocks without a token, 0 to 1."""
+        slots = self._pool.block_size * sum(len(blocks.block_ids) for blocks in self)
+        return 1 - sum(blocks.state.num_computed for blocks in self) / slots if slots else 0.0
+
     def check(self, index: PrefixReuseIndex) -> None:
         """Raise `BookkeepingError` unless each table is what the index and the pool say."""
         for blocks in self:

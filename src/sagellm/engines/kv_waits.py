@@ -1,0 +1,72 @@
+"""`KVWaits`: waiting requests whose KV is on its way up from a lower tier."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sagellm.core.plan import RequestState
+from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
+from sagellm.core.types import RequestStatus
+from sagellm.engines.request_table import WAITING, RequestTable
+from sagellm.kvmgr.manager import KVCacheManager
+
+MAX_ASKED = 8
+"""Requests for which tiers are asked in one step: a burst must not hold up the others."""
+
+
+class KVWaits:
+    """Asks tiers for each waiting request, and holds it back while its KV comes.
+
+    Others are planned meanwhile. A request for which there is no room on the device is asked again when
+    another's KV has come; if none is coming, it computes its prompt.
+    """
+
+    def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
+        self._table, self._kv, self._tiers = table, kv, tiers
+        self._to_ask: deque[RequestState] = deque()
+        self._no_room: list[RequestState] = []
+        self._coming: dict[str, RequestState] = {}
+
+    def add(self, state: RequestState) -> None:
+        """The request waits, for the first time or again."""
+        self._to_ask.append(state)
+
+    def forget(self, state: RequestState) -> None:
+        """The request has ended."""
+        if self._coming.pop(state.request_id, None) is not None:
+            self._tiers.cancel(state.request_id)
+
+    def advance(self, *, start: bool) -> None:
+        """Take in what has come, and ask for more; see `KVTiers.request` for `start`."""
+        came = self._tiers.poll()
+        for request_id in came:
+            state = self._coming.pop(request_id, None)
+            if state is not None:
+                self._table.kv_arrived(state)
+        if came:
+            self._to_ask.extendleft(reversed(self._no_room))
+            self._no_room.clear()
+        for _ in range(min(MAX_ASKED, len(self._to_ask))):
+            self._ask(self._to_ask.popleft(), start=start)
+
+    def _ask(self, state: RequestState, *, start: bool) -> None:
+        if state.status not in WAITING:  # it runs, or has ended
+            return
+        outcome = self._kv.bring_up(state, start=start)
+        comes = outcome is TierLookup.HIT_PENDING
+        if comes:
+            self._coming[state.request_id] = state
+        elif outcome is TierLookup.RETRY and self._coming:
+            self._no_room.append(state)
+            comes = True
+        if comes and state.status is RequestStatus.WAITING:
+            self._table.wait_for_kv(state)
+        elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
+            self._table.kv_arrived(state)
+
+    def settle(self) -> None:
+        """Wait until nothing moves any more."""
+        self._tiers.start_loads()
+        while not self._tiers.is_idle:
+            self._tiers.wait(1.0)
+            self.advance(start=True)

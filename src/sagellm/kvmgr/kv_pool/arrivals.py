@@ -1,0 +1,108 @@
+"""`PrefixArrivals`: blocks that are filled from elsewhere, then enter an index.
+
+The device uses one for what comes back from lower tiers or from other instances, a lower tier for what goes
+down. From `begin_receive` until `publish` or `abort` the blocks belong to the arrival, and the cached prefix
+in front of them is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
+from sagellm.core.protocols.kv_tiers import Arrival
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+
+
+@dataclass(slots=True)
+class _Open:
+    """The pinned prefix of an arrival, and its blocks."""
+
+    prefix: PrefixHit
+    blocks: Allocation
+
+
+class PrefixArrivals:
+    """Implements `KVArrivals` for one index and its pool, once `serve` was called.
+
+    Several arrivals together have at most `max_share` of the pool; one that is alone may have all of it.
+    """
+
+    def __init__(self, index: PrefixReuseIndex, pool: KVPool, max_share: float = 0.5) -> None:
+        self._index, self._pool = index, pool
+        self._most_blocks = int(max_share * pool.total_blocks)
+        self._open: dict[int, _Open] = {}
+        self._num_epochs = 0
+        self.num_blocks = 0
+        self.num_changes = 0
+
+    def serve(self, make_room: Callable[[int, Account], None], owner: str) -> None:
+        self._make_room, self._owner = make_room, owner
+
+    def begin_receive(
+        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = NO_ACCOUNT
+    ) -> Arrival | None:
+        index, size = self._index, self._index.block_size
+        found = index.lookup(tokens, namespace, num_blocks * size)
+        missing = num_blocks - found.num_blocks
+        if missing <= 0 or (self._open and self.num_blocks + missing > self._most_blocks):
+            return None
+        prefix = index.pin(found)
+        self._num_epochs += 1
+        self.num_changes += 1
+        try:
+            if self._pool.num_free < missing:
+                self._make_room(missing, account)
+            blocks = self._pool.allocate(missing, f"arrival {self._num_epochs}", account)
+        except Exception:
+            index.unpin(prefix)
+            raise
+        if blocks is None:
+            index.unpin(prefix)
+            return None
+        self._open[self._num_epochs] = _Open(prefix, blocks)
+        self.num_blocks += missing
+        return Arrival(tokens, namespace, found.num_blocks, blocks.block_ids[:], self._num_epochs)
+
+    def publish(self, arrival: Arrival, num_blocks: int) -> int:
+        found = self._close(arrival)
+        if not 0 <= num_blocks <= len(arrival.block_ids):
+            raise BookkeepingError(
+                f"{num_blocks} of {len(arrival.block_ids)} blocks of an arrival are filled"
+            )
+        index, blocks, entered = self._index, found.blocks, 0
+        self.num_changes += 1
+        if num_blocks:
+            ids = index.block_ids(found.prefix) + arrival.block_ids[:num_blocks]
+            path = arrival.tokens.slice(0, len(ids) * index.block_size)
+            whole = index.insert(
+                Tokens.frombytes(bytes(path)), ids, arrival.namespace, account=blocks.account, pin=True
+            )
+            num_known = max(0, whole.num_existing - arrival.first)
+            self._pool.hand_over(blocks, num_known, num_blocks, self._owner)
+            index.unpin(whole.hit)
+            entered = num_blocks - num_known
+        index.unpin(found.prefix)
+        self._pool.free(blocks)
+        return entered
+
+    def abort(self, arrival: Arrival) -> None:
+        found = self._close(arrival)
+        self._index.unpin(found.prefix)
+        self._pool.free(found.blocks)
+
+    def _close(self, arrival: Arrival) -> _Open:
+        found = self._open.pop(arrival.epoch, None)
+        if found is None:
+            raise BookkeepingError(f"arrival {arrival.epoch} has ended: publish or abort it once")
+        self.num_blocks -= len(arrival.block_ids)
+        return found
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where blocks and open arrivals do not add up."""
+        held = sum(len(each.blocks.block_ids) for each in self._open.values())
+        if held != self.num_blocks:
+            raise BookkeepingError(f"arrivals have {held} blocks, {self.num_blocks} are counted")

@@ -1,0 +1,251 @@
+"""`HierarchyManager`: which KV goes down to which tier, and comes up again.
+
+    offer(hit)        a path has been computed or used on the device: what a tier lacks of it is written there
+    request(...)      blocks of a waiting request that a tier has and the device lacks begin to come up
+    poll()            what has arrived is in the device's index, what was written in its tier's; never blocks
+
+Device blocks are pinned while they are read, so a step cannot evict or overwrite them. Blocks that come up
+belong to an arrival until all of them are there. A tier that fails is left out from then on, with one line in
+the log; the engine goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sagellm.core.blocks import Tier
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
+from sagellm.core.protocols.kv_tiers import Arrival, TierLookup
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tier import KVTier, TierStore
+
+log = logging.getLogger("sagellm.tiers")
+MAX_PENDING_BYTES = 1 << 30
+"""What may be on its way down at a time; what comes beyond that is not saved."""
+FIRST_BYTES_PER_S = 1e9
+"""Of a tier from which nothing has been read yet."""
+
+
+@dataclass(slots=True)
+class _Store:
+    """A path on its way down. `hit` pins its device blocks."""
+
+    hit: PrefixHit
+    stores: dict[Tier, TierStore]
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks on their way up for a request. `source` pins them in their tier."""
+
+    request_id: str
+    tier: KVTier
+    source: PrefixHit
+    arrival: Arrival
+
+
+class HierarchyManager:
+    """Implements `KVTiers`: owns the tiers below one device, and the moves under way.
+
+    `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` prices
+    computing blocks again; blocks come up where that takes longer than loading them. `num_dropped` counts
+    blocks that were not saved, since too much was on its way down.
+    """
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        arrivals: PrefixArrivals,
+        tiers: Sequence[KVTier],
+        migrator: KVMigrator,
+        costs: CostBenefitModel,
+        bytes_per_block: int,
+    ) -> None:
+        self._index, self.arrivals, self.tiers = index, arrivals, tuple(tiers)
+        self._migrator, self._costs, self._block_bytes = migrator, costs, bytes_per_block
+        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, _Load] = {}
+        self._move_of: dict[str, int] = {}
+        self._unstarted: list[tuple[MigrationPlan, _Load]] = []
+        self._bytes_per_s: dict[Tier, float] = {}
+        self.num_dropped = 0
+
+    # -- down
+
+    def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT) -> None:
+        if not hit.num_blocks:
+            return
+        stores: dict[Tier, TierStore] = {}
+        for tier in self.tiers:
+            known = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
+            tier.touch(known)
+            if known.num_blocks == hit.num_blocks:
+                continue
+            missing = (hit.num_blocks - known.num_blocks) * self._block_bytes
+            if self._migrator.num_pending_bytes + missing > MAX_PENDING_BYTES:
+                self.num_dropped += hit.num_blocks - known.num_blocks
+                continue
+            store = tier.begin_store(hit.tokens, hit.namespace, hit.num_blocks, account)
+            if store is not None:
+                stores[tier.tier] = store
+        if stores:
+            self._send_down(hit, stores)
+
+    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> None:
+        pinned = self._index.pin(hit)
+        positions = sorted({position for store in stores.values() for position in store.positions})
+        offset_of = {position: offset for offset, position in enumerate(positions)}
+        ids = self._index.block_ids(pinned)
+        targets = tuple(
+            MoveTarget(name, [offset_of[position] for position in store.positions], store.slots)
+            for name, store in stores.items()
+        )
+        plan = MigrationPlan(
+            self._path(hit.tokens, positions[-1] + 1), hit.namespace, positions, Tier.HBM,
+            [ids[position] for position in positions], targets,
+        )  # fmt: skip
+        self._stores[self._migrator.migrate(plan)] = _Store(pinned, stores)
+
+    # -- up
+
+    def request(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account = NO_ACCOUNT,
+        *,
+        start: bool = True,
+    ) -> TierLookup:
+        if request_id in self._move_of:
+            return TierLookup.HIT_PENDING
+        cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
+        found, tier = self._best(tokens, namespace, max_tokens, cached)
+        if tier is None:
+            return TierLookup.MISS
+        arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
+        if arrival is None:
+            return TierLookup.RETRY
+        load = _Load(request_id, tier, tier.begin_load(found), arrival)
+        positions = range(arrival.first, found.num_blocks)
+        slots = tier.index.block_ids(load.source)[arrival.first :]
+        target = MoveTarget(Tier.HBM, range(len(positions)), arrival.block_ids)
+        plan = MigrationPlan(
+            self._path(tokens, found.num_blocks), namespace, positions, tier.tier, slots, (target,)
+        )
+        self._move_of[request_id] = 0
+        self._unstarted.append((plan, load))
+        if start:
+            self.start_loads()
+        return TierLookup.HIT_PENDING
+
+    def start_loads(self) -> None:
+        for plan, load in self._unstarted:
+            move_id = self._migrator.migrate(plan)
+            self._loads[move_id] = load
+            self._move_of[load.request_id] = move_id
+        self._unstarted.clear()
+
+    def cancel(self, request_id: str) -> None:
+        """See `KVTiers`. Blocks that have come already are cached."""
+        move_id = self._move_of.pop(request_id, None)
+        if move_id:
+            self._migrator.cancel(move_id)
+        for plan, load in self._unstarted:
+            if load.request_id == request_id:
+                self._unstarted.remove((plan, load))
+                load.tier.index.unpin(load.source)
+                self.arrivals.abort(load.arrival)
+                return
+
+    def _best(
+        self, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
+    ) -> tuple[PrefixHit, KVTier | None]:
+        """The longest prefix that is worth loading, of the nearest tier with it."""
+        best, of_tier = PrefixHit(0, cached, tokens, namespace), None
+        for tier in self.tiers:
+            hit = tier.lookup(tokens, namespace, max_tokens)
+            if hit.num_blocks > best.num_blocks and self._is_worth(tier.tier, cached, hit.num_blocks):
+                best, of_tier = hit, tier
+        return best, of_tier
+
+    def _is_worth(self, tier: Tier, first: int, stop: int) -> bool:
+        extent = SimpleExtent(0, stop - first, first_position=first)
+        load_s = (stop - first) * self._block_bytes / self._bytes_per_s.get(tier, FIRST_BYTES_PER_S)
+        return load_s < self._costs.recompute_s(extent)
+
+    # -- what has ended
+
+    def poll(self) -> list[str]:
+        arrived = []
+        for report in self._migrator.poll():
+            store = self._stores.pop(report.move_id, None)
+            if store is not None:
+                self._stored(store, report)
+                continue
+            load = self._loads.pop(report.move_id)
+            self._loaded(load, report)
+            if self._move_of.get(load.request_id) == report.move_id:
+                del self._move_of[load.request_id]
+                arrived.append(load.request_id)
+        return arrived
+
+    def _stored(self, store: _Store, report: MigrationReport) -> None:
+        for tier in self.tiers:
+            if tier.tier in store.stores:
+                error = report.errors.get(tier.tier, "")
+                if error and not tier.fault:
+                    log.warning("the tier %s is not used any more: %s", tier.tier, error)
+                tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)
+        self._index.unpin(store.hit)
+
+    def _loaded(self, load: _Load, report: MigrationReport) -> None:
+        load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
+        self.arrivals.publish(load.arrival, report.num_written.get(Tier.HBM, 0))
+        if report.num_bytes:
+            reached = report.num_bytes / max(report.spent_s, 1e-9)
+            before = self._bytes_per_s.get(load.tier.tier, reached)
+            self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
+
+    # -- all of it
+
+    @property
+    def is_idle(self) -> bool:
+        return self._migrator.is_idle and not self._unstarted
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._migrator.wait(timeout_s)
+
+    def bandwidths(self) -> Mapping[Tier, float]:
+        """Bytes per second that recent loads from each tier reached."""
+        return dict(self._bytes_per_s)
+
+    def clear(self) -> int:
+        """Evict everything that nothing uses from all tiers; returns how many blocks."""
+        return sum(tier.clear() for tier in self.tiers)
+
+    def close(self) -> None:
+        """Cancel what is under way, take in its ends, and close the storages."""
+        self.start_loads()
+        self._migrator.close()
+        self.poll()
+        for tier in self.tiers:
+            tier.storage.close()
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where the books of tiers and moves disagree."""
+        for tier in self.tiers:
+            tier.check()
+        unknown = set(self._move_of.values()) - self._loads.keys() - {0}
+        if unknown:
+            raise BookkeepingError(f"requests wait for moves {unknown}, which are not under way")
+
+    def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
+        return bytes(tokens.slice(0, num_blocks * self._index.block_size))

@@ -1,0 +1,249 @@
+"""`KVMigrator`: carries out migration plans on worker threads, beside the engine's steps.
+
+    migrator.migrate(plan)               returns at once
+    for report in migrator.poll(): ...   never blocks
+
+A plan moves blocks of one path from one tier to others, in pieces of about `chunk_bytes`. What is read from a
+lower tier is verified there; at the first block that is not right the move ends, and the report says how many
+blocks were moved before it. There is a thread for blocks on their way up and one for those on their way down,
+so a request does not wait for what is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from sagellm.core.blocks import Tier
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcome, StoredBlock
+from sagellm.core.types import TOKEN_BYTES, Namespace
+
+log = logging.getLogger("sagellm.tiers")
+CHUNK_BYTES = 1 << 20
+HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
+"""Chained hashes of the whole blocks of a path, given as int32 bytes from its first token on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTarget:
+    """Where blocks of a plan go.
+
+    `offsets` in the positions of the plan, and the block or slot of each.
+    """
+
+    tier: Tier
+    offsets: Sequence[int]
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """Moves the blocks at `positions` of a path from one tier to others.
+
+    `positions` ascend. `path`: int32 bytes of the path's tokens, from the first token up to the last block
+    that is moved. `source_ids`: the block or slot of each position in `source`.
+    """
+
+    path: bytes
+    namespace: Namespace
+    positions: Sequence[int]
+    source: Tier
+    source_ids: Sequence[int]
+    targets: tuple[MoveTarget, ...]
+
+
+@dataclass(slots=True)
+class MigrationReport:
+    """What became of a plan.
+
+    `num_read`: leading positions that were read and verified; `outcome`: of the first one that was not.
+    `num_written`: by tier, how many of the leading blocks of its target were written. `errors`: by tier, why
+    the others were not. `num_bytes` were read in `spent_s`.
+    """
+
+    move_id: int
+    plan: MigrationPlan
+    num_read: int = 0
+    outcome: ReadOutcome = ReadOutcome.OK
+    num_written: dict[Tier, int] = field(default_factory=dict)
+    errors: dict[Tier, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    spent_s: float = 0.0
+    is_cancelled: bool = False
+
+
+class KVMigrator:
+    """Owns the worker threads and their buffers. `migrate`, `cancel`, `poll`, `wait` are for one thread.
+
+    `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
+    down, so that it leaves memory bandwidth to the engine; None: no bound.
+    """
+
+    def __init__(
+        self,
+        device: BlockBytes,
+        storages: Mapping[Tier, BlockStorage],
+        hashes_of: HashesOf,
+        *,
+        block_size: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        max_bytes_per_s: float | None = None,
+    ) -> None:
+        self._device, self._storages, self._hashes_of = device, dict(storages), hashes_of
+        self._block_bytes, self._token_bytes = device.bytes_per_block, block_size * TOKEN_BYTES
+        self._blocks_per_chunk = max(1, chunk_bytes // self._block_bytes)
+        self._max_bytes_per_s = max_bytes_per_s
+        self._up = ThreadPoolExecutor(1, "sagellm-kv-up")
+        self._down = ThreadPoolExecutor(1, "sagellm-kv-down")
+        self._buffers = threading.local()
+        self._cancelled: dict[int, threading.Event] = {}
+        self._done: deque[MigrationReport] = deque()
+        self._has_done = threading.Event()
+        self._num_moves = 0
+        self.num_pending_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every report has been polled."""
+        return not self._cancelled
+
+    def migrate(self, plan: MigrationPlan) -> int:
+        """Begin to carry out a plan; returns the id that its report will have."""
+        self._num_moves += 1
+        move_id = self._num_moves
+        cancelled = self._cancelled[move_id] = threading.Event()
+        self.num_pending_bytes += len(plan.positions) * self._block_bytes
+        threads = self._down if plan.source is Tier.HBM else self._up
+        threads.submit(self._run, move_id, plan, cancelled)
+        return move_id
+
+    def cancel(self, move_id: int) -> None:
+        """Stop a move at its next chunk. Its report still comes."""
+        if move_id in self._cancelled:
+            self._cancelled[move_id].set()
+
+    def poll(self) -> list[MigrationReport]:
+        """The reports since the last call; each ends its move."""
+        self._has_done.clear()
+        reports = []
+        while self._done:
+            report = self._done.popleft()
+            if self._cancelled.pop(report.move_id, None) is None:
+                raise BookkeepingError(f"move {report.move_id} was reported twice")
+            self.num_pending_bytes -= len(report.plan.positions) * self._block_bytes
+            reports.append(report)
+        return reports
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is a report or nothing moves; False if it takes longer."""
+        return self.is_idle or self._has_done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Cancel what is under way, and wait for the threads."""
+        for cancelled in self._cancelled.values():
+            cancelled.set()
+        self._up.shutdown(wait=True)
+        self._down.shutdown(wait=True)
+
+    # -- on worker threads
+
+    def _run(self, move_id: int, plan: MigrationPlan, cancelled: threading.Event) -> None:
+        report, began_s = MigrationReport(move_id, plan), time.perf_counter()
+        try:
+            self._move(plan, report, cancelled)
+        except Exception as error:  # a worker must report, or its blocks are held for ever
+            log.exception("a migration of %d blocks failed", len(plan.positions))
+            report.outcome = ReadOutcome.IO_ERROR if report.outcome is ReadOutcome.OK else report.outcome
+            report.errors.setdefault(plan.source, repr(error))
+        report.spent_s = time.perf_counter() - began_s
+        self._done.append(report)
+        self._has_done.set()
+
+    def _move(self, plan: MigrationPlan, report: MigrationReport, cancelled: threading.Event) -> None:
+        hashes = self._hashes_of(plan.path, plan.namespace)
+        began_s = time.perf_counter()
+        for start in range(0, len(plan.positions), self._blocks_per_chunk):
+            if cancelled.is_set():
+                report.is_cancelled = True
+                return
+            stop = min(start + self._blocks_per_chunk, len(plan.positions))
+            chunk = self._buffer()[: (stop - start) * self._block_bytes]
+            num_read = self._read(plan, hashes, start, stop, chunk, report)
+            for target in plan.targets:
+                self._write(plan, hashes, target, start, start + num_read, chunk, report)
+            report.num_read += num_read
+            report.num_bytes += num_read * self._block_bytes
+            if report.outcome is not ReadOutcome.OK:
+                return
+            if plan.source is Tier.HBM and self._max_bytes_per_s:
+                due_s = began_s + report.num_bytes / self._max_bytes_per_s
+                cancelled.wait(max(0.0, due_s - time.perf_counter()))
+
+    def _read(
+        self, plan: MigrationPlan, hashes: Sequence[bytes], start: int, stop: int, chunk: memoryview,
+        report: MigrationReport,
+    ) -> int:  # fmt: skip
+        """Read a chunk; returns how many leading blocks are right."""
+        ids = plan.source_ids[start:stop]
+        if plan.source is Tier.HBM:
+            self._device.read_blocks(ids, chunk)
+            return stop - start
+        expected = [hashes[position] for position in plan.positions[start:stop]]
+        outcomes = self._storages[plan.source].read(ids, expected, chunk)
+        for number, outcome in enumerate(outcomes):
+            if outcome is not ReadOutcome.OK:
+                report.outcome = outcome
+                return number
+        return stop - start
+
+    def _write(
+        self, plan: MigrationPlan, hashes: Sequence[bytes], target: MoveTarget, start: int, stop: int,
+        chunk: memoryview, report: MigrationReport,
+    ) -> None:  # fmt: skip
+        """Write the blocks of a chunk that belong to a target."""
+        done = report.num_written.setdefault(target.tier, 0)
+        last = done
+        while last < len(target.offsets) and target.offsets[last] < stop:
+            last += 1
+        if last == done or target.tier in report.errors:
+            return
+        offsets, ids = target.offsets[done:last], target.block_ids[done:last]
+        data = self._pieces(chunk, [offset - start for offset in offsets])
+        if target.tier is Tier.HBM:
+            self._device.write_blocks(ids, data)
+        else:
+            blocks = [
+                self._stored(plan, hashes, offset, slot) for offset, slot in zip(offsets, ids, strict=True)
+            ]
+            try:
+                self._storages[target.tier].write(blocks, data)
+            except OSError as error:
+                report.errors[target.tier] = str(error)
+                return
+        report.num_written[target.tier] = last
+
+    def _stored(self, plan: MigrationPlan, hashes: Sequence[bytes], offset: int, slot: int) -> StoredBlock:
+        position, size = plan.positions[offset], self._token_bytes
+        parent = hashes[position - 1] if position else b""
+        tokens = plan.path[position * size : (position + 1) * size]
+        return StoredBlock(slot, hashes[position], parent, plan.namespace, tokens, time.time())
+
+    def _pieces(self, chunk: memoryview, numbers: Sequence[int]) -> memoryview:
+        """The blocks of a chunk with these numbers, one behind the other."""
+        size = self._block_bytes
+        if numbers[-1] - numbers[0] + 1 == len(numbers):
+            return chunk[numbers[0] * size : (numbers[-1] + 1) * size]
+        return memoryview(bytearray().join([chunk[n * size : (n + 1) * size] for n in numbers]))
+
+    def _buffer(self) -> memoryview:
+        """This thread's buffer of one chunk."""
+        if not hasattr(self._buffers, "chunk"):
+            self._buffers.chunk = memoryview(bytearray(self._blocks_per_chunk * self._block_bytes))
+        chunk: memoryview = self._buffers.chunk
+        return chunk

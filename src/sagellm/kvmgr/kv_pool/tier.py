@@ -1,0 +1,183 @@
+"""`KVTier`: one memory below the device: a prefix index, a pool, a storage.
+
+The index and its eviction policy are of the same kinds as the device's. A tier has every prefix from its
+first block on, so a path on the device and the same path here overlap: what is cached there is no hole here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sagellm.core.blocks import Tier
+from sagellm.core.protocols.eviction import NO_USE, Use
+from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
+
+OWNER = "tier index"
+
+
+@dataclass(slots=True)
+class TierStore:
+    """Blocks on their way into a tier: positions of a path, and their slots.
+
+    `repaired`: the leading positions, whose slots are in the index and hold damaged bytes. The others are
+    those of `arrival`. `prefix` is pinned.
+    """
+
+    positions: list[int]
+    slots: list[int]
+    prefix: PrefixHit
+    num_repaired: int
+    arrival: Arrival | None
+
+
+class KVTier:
+    """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
+
+    `num_stored` and `num_loaded` count blocks; `misses`: blocks that were there and could not be used, by
+    outcome.
+    """
+
+    def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
+        self.tier, self.index, self.pool, self.storage = tier, index, pool, storage
+        self.arrivals = PrefixArrivals(index, pool)
+        self.arrivals.serve(self._make_room, OWNER)
+        self._damaged: set[int] = set()
+        self.misses: Counter[ReadOutcome] = Counter()
+        self.num_stored = self.num_loaded = self.num_evicted = 0
+        self.fault = ""
+
+    def lookup(self, tokens: Tokens, namespace: Namespace, max_tokens: int | None = None) -> PrefixHit:
+        """The longest prefix that is here, up to the first damaged block."""
+        hit = self.index.lookup(tokens, namespace, max_tokens)
+        if not self._damaged or not hit.num_blocks:
+            return hit
+        for position, slot in enumerate(self.index.block_ids(hit)):
+            if slot in self._damaged:
+                return self.index.lookup(tokens, namespace, position * self.index.block_size)
+        return hit
+
+    def touch(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+        """A request used this path, here or on the device."""
+        if hit.num_blocks:
+            self.index.unpin(self.index.pin(hit), use)
+
+    # -- down
+
+    def begin_store(
+        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = NO_ACCOUNT
+    ) -> TierStore | None:
+        """Reserve slots for what is missing or damaged of a prefix.
+
+        None if nothing is, or if there is no room.
+        """
+        if self.fault:
+            return None
+        prefix = self.index.pin(self.index.lookup(tokens, namespace, num_blocks * self.index.block_size))
+        slots = self.index.block_ids(prefix)
+        damaged = [i for i, slot in enumerate(slots) if slot in self._damaged] if self._damaged else []
+        arrival = self.arrivals.begin_receive(tokens, namespace, num_blocks, account)
+        if arrival is None and not damaged:
+            self.index.unpin(prefix)
+            return None
+        positions, targets = damaged, [slots[i] for i in damaged]
+        if arrival is not None:
+            positions = damaged + list(range(arrival.first, arrival.first + len(arrival.block_ids)))
+            targets += arrival.block_ids
+        return TierStore(positions, targets, prefix, len(damaged), arrival)
+
+    def end_store(self, store: TierStore, num_written: int, error: str = "") -> None:
+        """The first `num_written` blocks are written."""
+        self._damaged.difference_update(store.slots[: min(num_written, store.num_repaired)])
+        num_new = max(0, num_written - store.num_repaired)
+        if store.arrival is not None:
+            self.num_stored += self.arrivals.publish(store.arrival, num_new)
+        self.index.unpin(store.prefix)
+        self.fault = self.fault or error
+
+    # -- up
+
+    def begin_load(self, hit: PrefixHit) -> PrefixHit:
+        """Hold a path while its slots are read."""
+        return self.index.pin(hit)
+
+    def end_load(self, hit: PrefixHit, first: int, num_read: int, outcome: ReadOutcome) -> None:
+        """Behind block `first`, `num_read` blocks were right; `outcome` is of the next."""
+        if outcome is not ReadOutcome.OK:
+            self._damaged.add(self.index.block_ids(hit)[first + num_read])
+            self.misses[outcome] += 1
+        self.num_loaded += num_read
+        self.index.unpin(hit)
+
+    # -- after a restart
+
+    def recover(self) -> int:
+        """Put the blocks that survived a restart into the empty index; returns how many.
+
+        Blocks whose prefix did not survive are forgotten. The path that was used longest ago goes first.
+        """
+        stored = {block.token_hash: block for block in self.storage.recover()}
+        has_children = {block.parent for block in stored.values()}
+        known: set[int] = set()
+        ends = [block for token_hash, block in stored.items() if token_hash not in has_children]
+        for end in sorted(ends, key=lambda block: block.used_s):
+            path = _path_to(end, stored)
+            if path:
+                tokens = Tokens.frombytes(b"".join([block.tokens for block in path]))
+                self.index.insert(tokens, array("i", [block.slot for block in path]), end.namespace)
+                known.update(block.slot for block in path)
+        self.storage.forget([block.slot for block in stored.values() if block.slot not in known])
+        self._give_slots_to_index(known)
+        return len(known)
+
+    def _give_slots_to_index(self, slots: set[int]) -> None:
+        """Take these slots out of the fresh pool, for the index."""
+        every = self.pool.allocate(self.pool.total_blocks, OWNER)
+        assert every is not None
+        unused = [slot for slot in every.block_ids if slot not in slots]
+        if unused:
+            self.pool.free(unused)
+        if slots:
+            self.pool.hand_over(every, 0, len(every.block_ids), OWNER)
+            self.pool.free(every)
+
+    def clear(self) -> int:
+        """Evict all that nothing uses; returns how many blocks."""
+        return self._give_back(self.index.num_evictable)
+
+    def _make_room(self, num_blocks: int, account: Account) -> None:
+        missing = num_blocks - self.pool.num_free
+        self._give_back(min(missing, self.index.num_evictable))
+
+    def _give_back(self, num_blocks: int) -> int:
+        slots = self.index.evict(num_blocks) if num_blocks > 0 else None
+        if not slots:
+            return 0
+        self.pool.take_back(OWNER, slots)
+        self.storage.forget(slots)
+        self._damaged.difference_update(slots)
+        self.num_evicted += len(slots)
+        return len(slots)
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where index, pool and arrivals disagree."""
+        self.index.check()
+        self.arrivals.check()
+        self.pool.check({OWNER: self.index.all_block_ids()})
+
+
+def _path_to(end: StoredBlock, stored: Mapping[bytes, StoredBlock]) -> list[StoredBlock]:
+    """The blocks of a prompt up to this one; empty where one is missing."""
+    path = [end]
+    while path[-1].parent:
+        above = stored.get(path[-1].parent)
+        if above is None or above.namespace != end.namespace:
+            return []
+        path.append(above)
+    return path[::-1]

@@ -1,0 +1,198 @@
+"""`HierarchyManager`: what is evicted comes back right, whatever fails below."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.blocks import Tier
+from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
+from sagellm.core.types import Namespace, Tokens
+from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
+
+
+def prompt(name: int, num_blocks: int, shared: int = 0) -> Tokens:
+    """A prompt whose first `shared` blocks are those of all prompts."""
+    ids = [1] * (shared * SIZE) + [1000 * name + i for i in range((num_blocks - shared) * SIZE)]
+    return Tokens(ids)
+
+
+@pytest.fixture
+def user() -> User:
+    return User(8, [(Tier.DRAM, FaultyStorage(64))])
+
+
+def test_what_the_device_has_lost_comes_back(user: User) -> None:
+    prompts = [prompt(name, 4) for name in range(10)]
+    for name, tokens in enumerate(prompts):
+        assert user.serve(tokens, f"a{name}") == 0
+        user.settle()
+    assert [user.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)] == [4] * 10
+    user.settle()
+    user.check()
+    assert user.tiers[0].num_loaded == 40
+    assert user.tiers[0].num_stored == 40
+    user.hierarchy.close()
+
+
+def test_a_prefix_of_the_device_is_continued_from_the_tier(user: User) -> None:
+    long, other = prompt(1, 6), prompt(2, 5)
+    user.serve(long, "long")
+    user.settle()
+    user.serve(other, "other")  # evicts the end of the long one
+    user.settle()
+    on_device = user.index.lookup(long).num_blocks
+    assert 0 < on_device < 6
+    assert user.serve(long, "again") == 6
+    assert user.tiers[0].num_loaded == 6 - on_device
+    user.check()
+    user.hierarchy.close()
+
+
+def test_a_second_tier_serves_what_the_first_has_lost() -> None:
+    user = User(8, [(Tier.DRAM, FaultyStorage(12)), (Tier.NVME, FaultyStorage(200))])
+    prompts = [prompt(name, 4) for name in range(20)]
+    for name, tokens in enumerate(prompts):
+        user.serve(tokens, f"a{name}")
+        user.settle()
+    assert [user.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)] == [4] * 20
+    assert user.tiers[1].num_loaded > 0
+    user.settle()
+    user.check()
+    user.hierarchy.close()
+
+
+def test_damage_is_a_miss_and_is_repaired(user: User) -> None:
+    tokens, storage = prompt(1, 6), user.tiers[0].storage
+    assert isinstance(storage, FaultyStorage)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"other {name}")
+        user.settle()
+    slots = user.tiers[0].index.block_ids(user.tiers[0].index.lookup(tokens))
+    del storage.kept[slots[2]]
+    assert user.serve(tokens, "damaged") == 2
+    assert user.tiers[0].misses == {ReadOutcome.ABSENT: 1}
+    user.settle()
+    user.check()
+    for name in (4, 5):
+        user.serve(prompt(name, 4), f"other {name}")
+        user.settle()
+    assert user.serve(tokens, "repaired") == 6
+    user.hierarchy.close()
+
+
+def test_a_tier_that_cannot_be_written_is_left_out(user: User, caplog: pytest.LogCaptureFixture) -> None:
+    storage = user.tiers[0].storage
+    assert isinstance(storage, FaultyStorage)
+    user.serve(prompt(1, 4), "before")
+    user.settle()
+    storage.fails_to_write = True
+    for name in range(2, 8):
+        user.serve(prompt(name, 4), f"r{name}")
+        user.settle()
+    assert caplog.text.count("the tier dram is not used any more: the disk is full") == 1
+    assert user.serve(prompt(1, 4), "still read") == 4
+    user.check()
+    user.hierarchy.close()
+
+
+def test_loading_that_takes_longer_than_computing_is_not_done(user: User) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    user.hierarchy._bytes_per_s[Tier.DRAM] = 1.0
+    assert user.hierarchy.request("slow", tokens, Namespace(), len(tokens)) is TierLookup.MISS
+    user.hierarchy._bytes_per_s[Tier.DRAM] = 1e9
+    assert user.hierarchy.request("fast", tokens, Namespace(), len(tokens)) is TierLookup.HIT_PENDING
+    user.hierarchy.cancel("fast")
+    user.settle()
+    user.check()
+    user.hierarchy.close()
+
+
+def test_loads_of_a_running_step_start_behind_it(user: User) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    assert user.hierarchy.request("a", tokens, Namespace(), 8, start=False) is TierLookup.HIT_PENDING
+    assert not user.hierarchy.is_idle
+    assert user.migrator.is_idle
+    user.hierarchy.start_loads()
+    assert user.settle() == ["a"]
+    assert (
+        user.hierarchy.request("b", tokens, Namespace(), 8, start=False) is TierLookup.MISS
+    )  # on the device
+    user.check()
+    user.hierarchy.close()
+
+
+def test_a_restart_finds_what_was_stored() -> None:
+    storage = FaultyStorage(64)
+    first = User(8, [(Tier.NVME, storage)])
+    prompts = [prompt(name, 5, shared=2) for name in range(10)]
+    for name, tokens in enumerate(prompts):
+        first.serve(tokens, f"a{name}")
+        first.settle()
+    first.hierarchy.close()
+    lost = next(
+        slot for slot, (block, _) in storage.kept.items() if block.tokens == bytes(prompts[3].slice(4, 6))
+    )
+    del storage.kept[lost]  # the rest of that path can no longer be reached
+    second = User(8, [(Tier.NVME, storage)])
+    assert second.tiers[0].recover() == 2 + 9 * 3
+    second.check()
+    reused = [second.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)]
+    assert reused == [5, 5, 5, 2, 5, 5, 5, 5, 5, 5]
+    second.settle()
+    second.check()
+    second.hierarchy.close()
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    fault_rate=st.sampled_from([0.0, 0.05, 0.3]),
+    policy=st.sampled_from(["lru", "adaptive"]),
+)
+@settings(max_examples=40)
+def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str) -> None:
+    """Sessions over a small device and two smaller and larger tiers, with faults in every read."""
+    rng = random.Random(seed)
+    storages = [FaultyStorage(20, seed, fault_rate), FaultyStorage(60, seed + 1, fault_rate)]
+    user = User(12, [(Tier.DRAM, storages[0]), (Tier.NVME, storages[1])], policy)
+    sessions = [prompt(name, 2, shared=1) for name in range(10)]
+    spaces = [Namespace(), Namespace(tenant="other")]
+    for number in range(60):
+        slot = rng.randrange(len(sessions))
+        tokens = sessions[slot]
+        space = spaces[slot % 2]
+        kind = rng.random()
+        if kind < 0.1:
+            user.hierarchy.request(f"gone {number}", tokens, space, len(tokens))
+            user.hierarchy.cancel(f"gone {number}")
+        elif kind < 0.15:
+            storages[rng.randrange(2)].fails_to_write = rng.random() < 0.3
+        elif kind < 0.2:
+            user.hierarchy.clear()
+        else:
+            user.serve(tokens, f"r{number}", space)
+            if rng.random() < 0.7:
+                sessions[slot] = Tokens([*tokens, *(rng.randrange(1 << 20) for _ in range(SIZE))])
+            if len(sessions[slot]) > 10 * SIZE:
+                sessions[slot] = prompt(100 + number, 2, shared=1)
+        if rng.random() < 0.5:
+            user.settle()
+            user.check()
+    user.settle()
+    user.check()
+    user.hierarchy.close()
