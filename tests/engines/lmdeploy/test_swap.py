@@ -223,6 +223,41 @@ def test_blocks_that_are_in_no_trie_are_swapped() -> None:
     assert driver.num_computed[second] == 4 * SIZE + 1
 
 
+@pytest.mark.parametrize(("num_tokens", "num_full"), [(4 * SIZE, 4), (4 * SIZE - 1, 3)])
+def test_only_blocks_whose_kv_is_computed_are_kept(num_tokens: int, num_full: int) -> None:
+    """The token that a step has just drawn may fill a block, but has no KV yet."""
+    driver = SwapDriver(9, 16)
+    number = driver.add([2] * num_tokens)
+    driver.prefill(5)
+    driver.sequences[number].status = type(driver.sequences[number].status).WAITING
+    driver.scheduler.block_manager.free(driver.sequences[number])
+    driver.sequences[number].set_step(0)
+    driver.check()
+    assert len(driver.cpu) == num_full
+
+
+def test_at_least_one_token_of_a_prompt_is_computed() -> None:
+    driver = SwapDriver(12, 8)
+    prompt = [1] * (3 * SIZE)
+    finished(driver, prompt)
+    path = cached_path(driver)
+    driver.engine.migrate_blocks([DeviceMove(block, "gpu", "cpu") for block in path])
+    number = finished(driver, prompt)
+    assert driver.cpu.num_reused == 2
+    assert driver.num_computed[number] == SIZE + 1
+
+
+def test_moves_wait_for_a_step_with_sequences() -> None:
+    """LMDeploy drops the output of a schedule without any."""
+    driver = SwapDriver(12, 8)
+    finished(driver, [1] * (3 * SIZE))
+    driver.engine.migrate_blocks([DeviceMove(block, "gpu", "cpu") for block in cached_path(driver)])
+    output = driver.scheduler.schedule(is_prefill=True)
+    assert (output.running, output.swap_out_map) == ([], {})
+    finished(driver, [2] * SIZE)
+    assert driver.cpu.moves.num_swapped_out == 3
+
+
 def test_a_report(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lmdeploy.sagellm")
     driver, _ = preempted_and_resumed(swap=True)
