@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.kvmgr.kv_pool.codecs import bytes_of_dtype, check_size
 
@@ -23,7 +25,8 @@ class RawCodec:
     def decode(self, data: Buffer, target: memoryview) -> None:
         view = memoryview(data).cast("B")
         check_size(self.name, len(view), target.nbytes)
-        target.cast("B")[:] = view
+        # A slice of a memoryview would be copied under the interpreter's lock.
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view, np.uint8))
 
 
 PLUGIN = RawCodec
