@@ -1,0 +1,100 @@
+"""`OwnedFolder`: a folder that one process owns, and in which it opens private files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from sagellm.core.errors import ConfigError
+
+LOCK_FILE = "lock"
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class OwnedFolder:
+    """Holds the lock of a folder from its constructor until `close`.
+
+    The folder is made (mode 0700) if it does not exist. Raises `ConfigError` for one that is a symlink, that
+    belongs to another user, that others can write to, or that another process has locked. The lock belongs to
+    the open file: a child that is forked shares it, and it ends with the last of them, also by kill -9.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"{path}: {_why_not_opened(path, error)}") from error
+        try:
+            self._check_private()
+            self._take_lock()
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, name: str, flags: int = 0) -> int:
+        """A descriptor to read and write a file, made with mode 0600 if needed.
+
+        Raises `ConfigError` for a symlink, a file of another user, and what is no regular file.
+        """
+        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(_is_symlink(self.path / name)) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            os.close(fd)
+            raise ConfigError(f"{self.path / name} is no regular file of user {os.geteuid()}: remove it")
+        return fd
+
+    def refuse_symlink(self, name: str) -> None:
+        """Raise `ConfigError` if a file that others open by its path is a symlink."""
+        if (self.path / name).is_symlink():
+            raise ConfigError(_is_symlink(self.path / name))
+
+    def close(self) -> None:
+        """Let go of the lock. A second call changes nothing."""
+        for fd in (self._lock, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self.fd = -1
+
+    def _check_private(self) -> None:
+        status = os.fstat(self.fd)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{self.path} belongs to user {status.st_uid}, and this process is user {os.geteuid()}: "
+                f"name a folder of your own, or run `chown {os.geteuid()} {self.path}`"
+            )
+        if status.st_mode & _WRITABLE_BY_OTHERS:
+            raise ConfigError(f"others can write to {self.path}: run `chmod 700 {self.path}`")
+
+    def _take_lock(self) -> None:
+        self._lock = self.open(LOCK_FILE)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise ConfigError(
+                f"{self.path} is in use by process {owner}: stop it, or name another folder for this one"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+
+def _is_symlink(path: Path) -> str:
+    return f"{path} is a symlink: remove it, a file is made here"
+
+
+def _why_not_opened(path: Path, error: OSError) -> str:
+    if path.is_symlink():
+        return "a symlink is not followed: name the folder that it points to"
+    return f"{error.strerror}: name a folder that this user can write to, on a disk that is not read-only"
