@@ -77,6 +77,7 @@ class Request:
     last_node: Any = None
     cache_salt: str | None = None
     session_id: str | None = None
+    sampling_params: Any = None
     kv_rotation_base: int | None = None
     priority: int = 0
     host_loaded_length: int = 0

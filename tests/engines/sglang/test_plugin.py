@@ -27,6 +27,7 @@ from sagellm.engines.sglang.tree_core import GuidedTreeCore
 from sagellm.kvmgr.eviction import LRUPolicy
 
 pytestmark = pytest.mark.peer
+END = '{"actions": [{"action_type": "session.end"}]}'
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,7 @@ def test_on_is_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SAGELLM_OPTIONS": "{"}, "SAGELLM_OPTIONS='{' is not JSON"),
         ({"SAGELLM_OPTIONS": '{"capacity": 3}'}, "capacity is given by the host"),
         ({"SAGELLM_REPORT_S": '"x"'}, "report_s must be a number"),
+        ({"SAGELLM_HINTS": '["pins"]'}, "hints must be"),
     ],
 )
 def test_settings_that_cannot_be(environment: dict[str, str], message: str) -> None:
@@ -110,9 +112,10 @@ def test_settings_of_the_environment() -> None:
         "SAGELLM_MODE": "on",
         "SAGELLM_POLICY": "sieve",
         "SAGELLM_OPTIONS": "{}",
+        "SAGELLM_HINTS": '["pin"]',
         "SAGELLM_REPORT_S": "5",
     }
-    assert settings_of(given) == GuestSettings("on", "sieve", {}, report_s=5)
+    assert settings_of(given) == GuestSettings("on", "sieve", {}, ("pin",), report_s=5)
     assert settings_of({}) == GuestSettings()
 
 
@@ -206,3 +209,32 @@ def test_what_sglang_moves_back_from_the_host_is_held(monkeypatch: pytest.Monkey
     serving.end(again)
     assert core.mirror.num_evictable == 12
     core.mirror.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"), [({"sage_hints": END}, True), ({}, False), ({"sage_hints": "{"}, False)]
+)
+def test_a_session_that_ends_goes_first(
+    fields: dict[str, Any], kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock(0.0)
+    settings = GuestSettings("on", "lru", hints=("session.end",), report_s=0)
+    cache = guided_cache(30, settings, clock, LRUPolicy, max_context=512)
+    serving = Serving(cache)
+
+    def serve(name: int, said: dict[str, Any]) -> int:
+        clock.advance(1.0)
+        params = types.SimpleNamespace(custom_params=said)
+        req = Request(f"r{clock.now()}", array("q", [name] * 12), sampling_params=params)
+        assert serving.begin(req)
+        serving.end(req)
+        cache.tree_core.mirror.check()
+        return int(req.num_found)
+
+    serve(1, {})
+    serve(2, fields)
+    serve(3, {})  # needs the room of one of them
+    found = serve(1, {})
+    assert found == 12 if kept else found < 12
+    assert caplog.text.count("are ignored") == (fields.get("sage_hints") == "{")
+    cache.sanity_check()

@@ -42,6 +42,8 @@ def attach(scheduler: Any) -> None:
         if not isinstance(swap, bool):
             raise ConfigError(f"swap must be true or false, got {swap!r}")
         settings = GuestSettings.of(given)
+        if settings.hints:
+            raise ConfigError("hints: LMDeploy's requests carry none; leave the setting out")
         engine = LMDeployEngine(scheduler, settings, MonotonicClock())
         logger.info("sageLLM: mode %s, policy %s", settings.mode, settings.policy)
         if swap:

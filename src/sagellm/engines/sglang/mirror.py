@@ -7,6 +7,7 @@ and a page is a block. Block ids mean nothing: nodes of SGLang's tree are found 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import NO_USE, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import BlockIds, Namespace, Tokens
+from sagellm.engines.guests.request_hints import NO_HINTS, HintedIndex, RequestHints
 from sagellm.kvmgr.prefix_cache._tree import Node
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
@@ -64,13 +66,19 @@ class _ChoosingIndex(RadixIndex):
 
 
 class Mirror:
-    """Paths with their holders. A hold is a lock in SGLang's tree, named by the node that it is on."""
+    """Paths with their holders. A hold is a lock in SGLang's tree, named by the node that it is on.
 
-    def __init__(self, page_size: int, policy_factory: PolicyFactory, clock: Clock) -> None:
+    `hint_kinds`: hints of clients that are heeded.
+    """
+
+    def __init__(
+        self, page_size: int, policy_factory: PolicyFactory, clock: Clock, hint_kinds: Collection[str] = ()
+    ) -> None:
         self.index = _ChoosingIndex(
             TOKENS_PER_ID * page_size, clock=clock, policy_factory=policy_factory, max_ghosts=0
         )
         self.index.victims = []
+        self._hinted = HintedIndex(self.index, clock, hint_kinds)
         self._holds: dict[int, list[PrefixHit]] = {}
         self._new: tuple[int, PrefixHit] | None = None
         self._released: list[tuple[int, PrefixHit]] | None = None
@@ -140,8 +148,8 @@ class Mirror:
             if isinstance(hit.node, Node) and hit.num_blocks:
                 hit.node.num_uses += 1
 
-    def release(self, node_id: int, use: Use = NO_USE) -> None:
-        """A lock on a node is gone. `use`: the request that ends with it."""
+    def release(self, node_id: int, use: Use = NO_USE, said: RequestHints = NO_HINTS) -> None:
+        """A lock on a node is gone. `use` and `said`: of the request that ends with it."""
         holds = self._holds.get(node_id)
         if not holds:
             return
@@ -150,6 +158,8 @@ class Mirror:
             del self._holds[node_id]
         if self._released is None:
             self.index.unpin(hit, use)
+            if said is not NO_HINTS:
+                self._hinted.ended(said, hit.tokens, hit.namespace)
         else:
             self._released.append((node_id, hit))
 

@@ -19,10 +19,11 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.protocols.eviction import PolicyFactory, Use
 from sagellm.core.types import Tokens
 from sagellm.engines.guests.comparison import Comparison
+from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints, hints_of
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.sglang.mirror import TOKENS_PER_ID, Mirror, namespace_of, path_of_ids
 
@@ -38,7 +39,9 @@ MAX_RUNNING = 8192
 
 
 def settings_of(environment: Mapping[str, str]) -> GuestSettings:
-    """`SAGELLM_MODE`, `SAGELLM_POLICY`, `SAGELLM_OPTIONS` (JSON) and `SAGELLM_REPORT_S`.
+    """`SAGELLM_MODE`, `SAGELLM_POLICY`, `SAGELLM_OPTIONS`, `SAGELLM_HINTS` and `SAGELLM_REPORT_S`.
+
+    The last three are JSON.
 
     Raises `ConfigError` for what is not known.
     """
@@ -47,7 +50,7 @@ def settings_of(environment: Mapping[str, str]) -> GuestSettings:
         for name in ("mode", "policy")
         if environment.get(f"SAGELLM_{name.upper()}")
     }
-    for name in ("options", "report_s"):
+    for name in ("options", "hints", "report_s"):
         text = environment.get(f"SAGELLM_{name.upper()}")
         if text:
             try:
@@ -109,7 +112,7 @@ def _guided(params: Any, components: Any, comparison: Comparison, clock: Clock, 
         logger.warning("sageLLM: SGLang evicts in its own order: %s", error)
         return None
     core.guide(
-        lambda: Mirror(params.page_size, policy, clock),
+        lambda: Mirror(params.page_size, policy, clock, comparison.settings.hints),
         params.token_to_kv_pool_allocator.available_size,
     )
     comparison.guide = core
@@ -126,6 +129,7 @@ class Follower:
         self._core, self._page_size = core, page_size
         self._comparison: Comparison | None = comparison
         self._running: dict[str, int] = {}
+        self._hears_hints, self._warned_of_hints = bool(comparison.settings.hints), False
         self._wrap(cache)
         if core is not None:
             self._wrap_eviction(cache, core)
@@ -209,9 +213,23 @@ class Follower:
             return
         num_blocks = len(req.origin_input_ids) // self._page_size
         use = Use(len(req.output_ids), num_found, num_blocks, req.priority or 0)
+        said = self._said(req)
         if self._core is not None and ids:
-            self._core.request_ends(req.last_node, use)
-        self._comparison.ended(req.rid, self._path(ids), use)
+            self._core.request_ends(req.last_node, use, said)
+        self._comparison.ended(req.rid, self._path(ids), use, said)
+
+    def _said(self, req: Any) -> RequestHints:
+        """The hints in the `custom_params` of a request. Wrong ones are ignored, with one warning."""
+        fields = req.sampling_params.custom_params if self._hears_hints else None
+        if not fields:
+            return NO_HINTS
+        try:
+            return hints_of(fields)
+        except RequestError as error:
+            if not self._warned_of_hints:
+                logger.warning("sageLLM: hints of request %s are ignored: %s", req.rid, error)
+            self._warned_of_hints = True
+            return NO_HINTS
 
     def _path(self, ids: Sequence[int]) -> Tokens:
         """The path of whole pages."""

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import Evict
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.types import Tokens
+from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints
 from sagellm.engines.sglang.mirror import Mirror, Victim, names_of, namespace_of, path_of_ids
 
 logger = logging.getLogger("sagellm.sglang")
@@ -67,7 +68,7 @@ class GuidedTreeCore(UnifiedTreeCore):  # type: ignore[misc]
 
     def _reset_guide(self) -> None:
         self._inserting: Any = None
-        self._uses: dict[int, Use] = {}
+        self._ends: dict[int, tuple[Use, RequestHints]] = {}
         self._victims: list[Victim] = []
         self._quota = 0
         self.wanted_free: int | None = None
@@ -183,10 +184,10 @@ class GuidedTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         """A request reuses the path to the node that it has locked."""
         self._follow(Mirror.request_began, node_id)
 
-    def request_ends(self, node_id: int, use: Use) -> None:
+    def request_ends(self, node_id: int, use: Use, said: RequestHints) -> None:
         """The next release of this node ends a request."""
         if self.mirror is not None:
-            self._uses[node_id] = use
+            self._ends[node_id] = use, said
 
     # -- inside: following
 
@@ -219,7 +220,7 @@ class GuidedTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         mirror.inserted(node_id, self._device_path(node_id), namespace_of(self.node_by_id(node_id).key))
 
     def _release(self, mirror: Mirror, node_id: int) -> None:
-        mirror.release(node_id, self._uses.pop(node_id, NO_USE))
+        mirror.release(node_id, *self._ends.pop(node_id, (NO_USE, NO_HINTS)))
 
     # -- inside: choosing
 
