@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config, KVConfig, SchedulerConfig, SpeculativeConfig
 from sagellm.core.config_layers import (
@@ -25,6 +27,9 @@ from sagellm.core.events import EventBus
 from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
+from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, BlockStorage, KVTiers
+from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import TOKEN_BYTES, CapabilityDescriptor, KVGroup, Namespace, Tokens
@@ -35,8 +40,13 @@ from sagellm.engines.native import DEMO_NAME
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention
+from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
+from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.host import HostStorage
+from sagellm.kvmgr.kv_pool.migrator import KVMigrator
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
+from sagellm.kvmgr.kv_pool.tier import KVTier
 from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -45,6 +55,8 @@ from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
 log = logging.getLogger("sagellm.engine")
 DEFAULT_REUSE_PREDICTOR = "reuse_table"
+TierSource: TypeAlias = Callable[[PrefixReuseIndex, KVPool], KVTiers]
+"""Makes the tiers below a device, around its prefix index and its pool."""
 
 
 def load_config(
@@ -77,6 +89,7 @@ def build_kv(
     state_pages: int = 0,
     max_chunk: int = 1,
     swap: SwapSpace | None = None,
+    tiers: TierSource | None = None,
     prefill_token_s: float = 0.0,
     cost_model: CostBenefitModel | None = None,
     clock: Clock | None = None,
@@ -85,7 +98,8 @@ def build_kv(
     """Pool, quota, eviction policy and prefix index, joined by a manager.
 
     `cost_model` is for policies that weigh the cost of computing KV again; `state_pages` are the blocks of a
-    checkpoint, for a model with recurrent states. `KVCacheManager` describes the other arguments.
+    checkpoint, for a model with recurrent states; `tiers` makes the memory below the device, around the index
+    and the pool. `KVCacheManager` describes the other arguments.
     """
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
@@ -99,15 +113,7 @@ def build_kv(
         quota = QuotaManager.from_fractions(num_blocks, tenants, classes)
     sizes = {"total_blocks": num_blocks, "block_size": config.block_size}
     pool = registry("pool").create(config.pool, **sizes, clock=clock, quota=quota)
-    index = registry("index").create(
-        config.index,
-        block_size=config.block_size,
-        policy_factory=lambda: make_policy(
-            config.eviction, capacity=capacity, clock=clock, model=cost_model, **config.eviction_options
-        ),
-        events=events,
-        clock=clock,
-    )
+    index = _index(config, capacity, clock, cost_model, events)
     return KVCacheManager(
         index,
         pool,
@@ -121,6 +127,7 @@ def build_kv(
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
         swap=swap,
+        tiers=None if tiers is None else tiers(index, pool),
         prefill_token_s=prefill_token_s,
         metrics=PrefixReuseMetrics(
             {*config.tenant_shares, *itertools.chain(*config.sharing_groups.values())}
@@ -128,6 +135,103 @@ def build_kv(
         misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
     )
+
+
+def _index(
+    config: KVConfig,
+    capacity: int,
+    clock: Clock,
+    cost_model: CostBenefitModel,
+    events: EventBus | None = None,
+) -> PrefixReuseIndex:
+    """An empty prefix index for so many blocks, with the configured eviction policy."""
+    made: PrefixReuseIndex = registry("index").create(
+        config.index,
+        block_size=config.block_size,
+        policy_factory=lambda: make_policy(
+            config.eviction, capacity=capacity, clock=clock, model=cost_model, **config.eviction_options
+        ),
+        events=events or EventBus(),
+        clock=clock,
+    )
+    return made
+
+
+def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None = None) -> TierSource | None:
+    """What makes the configured tiers below the device; None where none is configured.
+
+    Raises `ConfigError` for a model or backend whose KV cannot be held there, and for a folder that cannot be
+    used.
+    """
+    if not config.host_gb and not config.disk_gb:
+        return None
+    capability = backend.capability()
+    schema, source = capability.kv_schema, getattr(backend, "kv_bytes", None)
+    if reason := _no_tiers_because(config, capability, source):
+        raise ConfigError(f"kv.host_gb and kv.disk_gb: {reason}; leave them out")
+    assert schema is not None
+    assert source is not None
+    block_format, data, clock = BlockFormat.of(schema), source(), clock or MonotonicClock()
+    storages: dict[Tier, BlockStorage] = {}
+    if config.host_gb:
+        storages[Tier.DRAM] = HostStorage(
+            _slots(config.host_gb, schema.bytes_per_page, "host_gb"), block_format
+        )
+    if config.disk_gb:
+        from sagellm.kvmgr.kv_pool.disk import DiskStorage
+
+        assert config.dir is not None
+        num_slots = _slots(config.disk_gb, schema.bytes_per_page, "disk_gb")
+        storages[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format)
+    costs = prefill_costs(capability)
+
+    def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:
+        tiers = [
+            KVTier(
+                name,
+                _index(config, storage.num_slots, clock, costs),
+                FreeListPool(storage.num_slots, config.block_size),
+                storage,
+            )
+            for name, storage in storages.items()
+        ]
+        for tier in tiers:
+            if num_blocks := tier.recover():
+                log.info("the tier %s has %d blocks from before", tier.tier, num_blocks)
+        hashes = partial(_hashes_of, config.block_size)
+        migrator = KVMigrator(data, storages, hashes, block_size=config.block_size)
+        arrivals = PrefixArrivals(index, pool)
+        return HierarchyManager(index, arrivals, tiers, migrator, costs, data.bytes_per_block)
+
+    return made
+
+
+def _hashes_of(block_size: int, path: bytes, namespace: Namespace) -> list[bytes]:
+    return chain(path, block_size * TOKEN_BYTES, namespace)
+
+
+def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
+    """Blocks that fit."""
+    num_slots = int(gigabytes * 2**30) // bytes_per_block
+    if not num_slots:
+        raise ConfigError(f"kv.{key}: {gigabytes:g} GiB hold no block of {bytes_per_block:,} bytes")
+    return num_slots
+
+
+def _no_tiers_because(
+    config: KVConfig, capability: CapabilityDescriptor, source: Callable[[], BlockBytes] | None
+) -> str:
+    """Why KV of this model cannot go below the device; empty if it can."""
+    schema = capability.kv_schema
+    if source is None or schema is None:
+        return "this backend does not give its KV blocks as bytes"
+    if not config.prefix_caching:
+        return "without kv.prefix_caching there is nothing to keep"
+    if schema.groups or capability.sliding_window is not None:
+        return "layers of this model have sliding windows, whose blocks are not kept below the device"
+    if schema.state_bytes:
+        return "recurrent states of this model are not kept below the device"
+    return ""
 
 
 def _checkpoints(config: KVConfig, state_pages: int) -> CheckpointConfig | None:
@@ -306,6 +410,7 @@ def build_engine(
     kv = build_kv(
         _kv_of(config.kv, capability),
         capability.num_blocks,
+        tiers=build_tiers(config.kv, backend, clock),
         window=capability.sliding_window,
         groups=capability.kv_schema.groups if capability.kv_schema else (),
         state_pages=capability.kv_schema.state_pages if capability.kv_schema else 0,
