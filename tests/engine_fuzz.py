@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -35,10 +36,11 @@ from sagellm.core.types import (
     Tokens,
     Window,
 )
-from sagellm.engines.build import build_kv, build_swap
+from sagellm.engines.build import TierSource, build_kv, build_swap, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
+from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
 from tests.builders import PreemptAtRandom, RandomProposer, check_books, expected_tokens, request
@@ -83,6 +85,8 @@ class Case:
     num_proposed: int = 0
     state_pages: int = 0
     checkpoint_interval: int = 16
+    host_blocks: int = 0
+    disk_blocks: int = 0
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -113,7 +117,7 @@ class Case:
         if draw.random() < 0.5:
             case = replace(case, num_proposed=draw.choice([1, 3, 9]))
         if window is not None or draw.random() < 0.6:
-            return case
+            return case if window is not None else case._with_tiers()
         no_shares: dict[str, dict[str, float]] = {}
         case = replace(case, num_host_blocks=0, tenant_shares=no_shares, class_shares=no_shares)
         if draw.random() < 0.4:
@@ -124,6 +128,27 @@ class Case:
             if draw.random() < 0.7:
                 return case
         return replace(case, windows=draw.choice(WINDOWS))
+
+    def _with_tiers(self) -> Case:
+        """With memory below the device, in half of the cases. Drawn apart: other cases stay as they are."""
+        draw = random.Random(self.seed + 7)
+        if draw.random() < 0.5:
+            return self
+        disk = draw.choice([0, 0, 200])
+        return replace(self, host_blocks=draw.choice([8, 40, 200]), disk_blocks=disk)
+
+    def _tiers(self, backend: TokenMemoryBackend, clock: Clock) -> TierSource | None:
+        block_bytes = backend.kv_bytes().bytes_per_block
+        sizes = {"host_gb": self.host_blocks, "disk_gb": self.disk_blocks}
+        config = KVConfig.model_validate(
+            {
+                **{name: (blocks + 0.5) * block_bytes / 2**30 for name, blocks in sizes.items() if blocks},
+                "block_size": self.block_size,
+                "eviction": self.eviction,
+                "dir": None if not self.disk_blocks else f"{tempfile.mkdtemp()}/kv",
+            }
+        )
+        return build_tiers(config, backend, clock)
 
     def engine(self, clock: Clock) -> Engine:
         num_pages = self.num_blocks * len(self.windows)
@@ -159,6 +184,7 @@ class Case:
             state_pages=self.state_pages,
             max_chunk=self.max_batched_tokens,
             swap=swap,
+            tiers=self._tiers(backend, clock),
             clock=clock,
         )
         passes = make(self.preset)
@@ -270,6 +296,12 @@ class Run:
                 break
             self.step(0.01)
         assert not self.alive, f"{self.alive} did not end in {MAX_STEPS} steps: {self.engine.stats()}"
+        if self.engine._kv_waits is not None:
+            self.engine._kv_waits.settle()
+            assert isinstance(self.engine.kv.tiers, HierarchyManager)
+            for tier in self.engine.kv.tiers.tiers:
+                assert not tier.misses, f"{tier.tier}: {tier.misses}"
+                self.seen[f"loaded from {tier.tier}"] += tier.num_loaded
         while self._pins:
             self.unpin()
         check_books(self.engine)

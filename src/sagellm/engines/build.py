@@ -171,17 +171,18 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
         raise ConfigError(f"kv.host_gb and kv.disk_gb: {reason}; leave them out")
     assert schema is not None
     assert source is not None
-    block_format, data, clock = BlockFormat.of(schema), source(), clock or MonotonicClock()
+    data, clock = source(), clock or MonotonicClock()
+    block_format = BlockFormat.of(schema, data.bytes_per_block)
     storages: dict[Tier, BlockStorage] = {}
     if config.host_gb:
         storages[Tier.DRAM] = HostStorage(
-            _slots(config.host_gb, schema.bytes_per_page, "host_gb"), block_format
+            _slots(config.host_gb, data.bytes_per_block, "host_gb"), block_format
         )
     if config.disk_gb:
         from sagellm.kvmgr.kv_pool.disk import DiskStorage
 
         assert config.dir is not None
-        num_slots = _slots(config.disk_gb, schema.bytes_per_page, "disk_gb")
+        num_slots = _slots(config.disk_gb, data.bytes_per_block, "disk_gb")
         storages[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format)
     costs = prefill_costs(capability)
 

@@ -349,13 +349,16 @@ class Engine:
         """Plan a step; requests that it preempts or ends leave. With overlap the backend begins to compute
         it, and it is the in-flight step (`_in_flight`)."""
         began_s = self.clock.now()
-        binding = self._planner.decide(self._num_steps, self.view)
+        binding = self._decide()
         for state in binding.draft.preempted:
             self._planner.swap_out(binding, state)
             self._preempt(state)
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
+        if must_leave is not None and self._kv_waits is not None and self._kv_waits.give_way():
+            binding.draft.hold(must_leave.state)  # the next step has the blocks that were being moved
+            must_leave = None
         if must_leave is not None and must_leave.error is None:
             self._preempt(must_leave.state)
         elif must_leave is not None:
@@ -364,6 +367,18 @@ class Engine:
         if self._worker is None or plan.is_empty:
             return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
+
+    def _decide(self) -> Binding:
+        """What the passes decide.
+
+        Before a request has to leave, tiers stop moving blocks, and the passes decide again.
+        """
+        binding = self._planner.decide(self._num_steps, self.view)
+        must_leave = binding.draft.preempted or binding.draft.rejected
+        if must_leave and self._kv_waits is not None and self._kv_waits.give_way():
+            self._planner.discard(binding)
+            binding = self._planner.decide(self._num_steps, self.view)
+        return binding
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""

@@ -64,6 +64,13 @@ class KVWaits:
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
 
+    def give_way(self) -> bool:
+        """Have the device back the blocks that moves hold; False if there were none."""
+        if not self._tiers.give_way():
+            return False
+        self.advance(start=True)
+        return True
+
     def settle(self) -> None:
         """Wait until nothing moves any more."""
         self._tiers.start_loads()

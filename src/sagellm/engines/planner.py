@@ -178,7 +178,7 @@ class Planner:
                 table.set_order(draft.running)
                 plan = self.seal(binding, num_sent=len(in_flight.plan.left))
             except SageError:
-                self._discard(binding)
+                self.discard(binding)
                 return None
             return PlannedStep.of(binding, plan, table.decodes)
 
@@ -190,12 +190,12 @@ class Planner:
             if before != after:
                 raise PlanError(f"a pass lost running requests: {after} of {before} are left")
         except Exception:
-            self._discard(binding)
+            self.discard(binding)
             raise
         finally:
             self._bindable_early = None
 
-    def _discard(self, binding: Binding) -> None:
+    def discard(self, binding: Binding) -> None:
         """Undo a binding that is not executed. The draft's order of the running requests is kept: a pass that
         has sorted them looks only at new ones."""
         self._kv.rollback(binding)

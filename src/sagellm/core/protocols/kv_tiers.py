@@ -43,7 +43,7 @@ class BlockFormat:
     bytes_per_block: int
 
     @classmethod
-    def of(cls, schema: KVCacheSchema) -> Self:
+    def of(cls, schema: KVCacheSchema, bytes_per_block: int) -> Self:
         """Weights, tokenizer, dtype, layout, shapes and block size of a model in an engine.
 
         Raises `KVDataError` for a schema without a fingerprint of its model.
@@ -52,8 +52,8 @@ class BlockFormat:
             raise KVDataError(
                 "this backend gives its model no fingerprint, so its KV cannot be told from others'"
             )
-        text = repr((FORMAT_VERSION, schema)).encode()
-        return cls(blake2b(text, digest_size=16).digest(), schema.bytes_per_page)
+        text = repr((FORMAT_VERSION, bytes_per_block, schema)).encode()
+        return cls(blake2b(text, digest_size=16).digest(), bytes_per_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class KVArrivals(Protocol):
 
 
 class KVTiers(Protocol):
-    """Memory below the device. For the engine's thread; all calls but `wait` return at once.
+    """Memory below the device. For the engine's thread; `wait` and `give_way` alone wait.
 
     `arrivals` are the device's.
     """
@@ -294,6 +294,12 @@ class KVTiers(Protocol):
 
     def poll(self) -> Sequence[str]:
         """Take in what has moved; returns the requests that need not wait any more."""
+
+    def give_way(self) -> bool:
+        """Stop all moves, so that the device has the blocks that they hold; False if there were none.
+
+        Waits for the piece that each thread copies, which takes about a millisecond.
+        """
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has moved; False if the time is over before."""

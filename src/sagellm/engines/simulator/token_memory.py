@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import Struct
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
+from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.types import (
     CapabilityDescriptor,
     KVCacheSchema,
@@ -28,12 +30,32 @@ _Slot = tuple[int, int, int] | None
 """Token, position and KV group; of a kept state a hash of its tokens, their number, and a negative part."""
 
 
+_ENTRY, _EMPTY = Struct("<3q"), (-1, -1, -1)
+
+
 @dataclass(slots=True)
 class _Row:
     tokens: Tokens
     blocks: list[int]
     wants_logprobs: bool
     num_in_state: int
+
+
+class TokenBytes:
+    """Implements `BlockBytes`: three int64 for each slot of a block, -1 in an empty one."""
+
+    def __init__(self, memory: list[_Slot], block_size: int) -> None:
+        self._memory, self._size = memory, block_size
+        self.bytes_per_block = block_size * _ENTRY.size
+
+    def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
+        slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]
+        target[:] = b"".join([_ENTRY.pack(*(self._memory[slot] or _EMPTY)) for slot in slots])
+
+    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+        slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]
+        for slot, entry in zip(slots, _ENTRY.iter_unpack(data), strict=True):
+            self._memory[slot] = None if entry == _EMPTY else entry
 
 
 class TokenMemoryBackend:
@@ -61,7 +83,7 @@ class TokenMemoryBackend:
         """
         groups = tuple(KVGroup((i,), window) for i, window in enumerate(windows))
         schema = KVCacheSchema(
-            len(groups), 1, 1, "int8", block_size, "tokens", groups=groups if len(groups) > 1 else (),
+            len(groups), 1, 1, "int8", block_size, "tokens", "tokens", groups if len(groups) > 1 else (),
             state_bytes=2 * block_size * state_pages,
         )  # fmt: skip
         self._windows: list[Window | None] = [sliding_window, *windows[1:]]
@@ -82,6 +104,10 @@ class TokenMemoryBackend:
     def get_kv_schema(self) -> KVCacheSchema:
         assert self._capability.kv_schema is not None
         return self._capability.kv_schema
+
+    def kv_bytes(self) -> TokenBytes:
+        """Its memory as bytes, for tiers."""
+        return TokenBytes(self._memory, self._capability.block_size)
 
     def answer(self, tokens: Tokens) -> int:
         """The token that follows `tokens`: a hash of those in the window."""

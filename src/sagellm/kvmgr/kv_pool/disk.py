@@ -76,7 +76,7 @@ class DiskStorage:
         if num_slots < 1 or self._block_bytes < 1:
             raise ConfigError(f"a disk tier needs a block of a byte, got {num_slots} x {self._block_bytes}")
         if codec is not None and codec.name == RAW:
-            raise ConfigError(f"the codec name {RAW!r} stands for no codec: pass None, or name it otherwise")
+            codec = None  # so that blocks need no copy
         self.fault: str | None = None
         self._folder_path = folder
         self._digest = block_format.digest

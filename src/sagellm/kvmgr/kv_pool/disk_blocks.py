@@ -30,6 +30,7 @@ A disk moves 4 MB a fifth faster than four times 1 MB (`benchmarks/tier_bandwidt
 """
 _MAX_RUN = 256
 """A call takes at most 1024 pieces of memory, and a block has up to three."""
+_NUM_LANES = 2
 _NUM_HELPERS = 4
 _NO_HEADER = bytes(ALIGNMENT)
 
@@ -149,13 +150,13 @@ class SlabBlocks:
                     left.clear()
                     raise
 
-        helper = self._helpers.submit(move_runs) if len(runs) > 1 else None
+        helpers = [self._helpers.submit(move_runs) for _ in runs[1:_NUM_LANES]]
         try:
             move_runs()
         finally:
-            if helper is not None and not helper.cancel():
-                wait([helper])
-        if helper is not None and not helper.cancelled():
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
             helper.result()
 
     def _runs(self, moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:

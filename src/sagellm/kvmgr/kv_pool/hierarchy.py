@@ -74,6 +74,7 @@ class HierarchyManager:
         self._move_of: dict[str, int] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._bytes_per_s: dict[Tier, float] = {}
+        self._came: list[str] = []
         self.num_dropped = 0
 
     # -- down
@@ -184,7 +185,7 @@ class HierarchyManager:
     # -- what has ended
 
     def poll(self) -> list[str]:
-        arrived = []
+        arrived, self._came = self._came, []
         for report in self._migrator.poll():
             store = self._stores.pop(report.move_id, None)
             if store is not None:
@@ -213,6 +214,17 @@ class HierarchyManager:
             reached = report.num_bytes / max(report.spent_s, 1e-9)
             before = self._bytes_per_s.get(load.tier.tier, reached)
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
+
+    def give_way(self) -> bool:
+        self.start_loads()
+        if not self._stores and not self._loads:
+            return False
+        for move_id in (*self._stores, *self._loads):
+            self._migrator.cancel(move_id)
+        while self._stores or self._loads:
+            self._migrator.wait(1.0)
+            self._came = self.poll()
+        return True
 
     # -- all of it
 
