@@ -34,6 +34,7 @@ def test_by_default_it_only_watches(cli: Any) -> None:
             "mode": "shadow",
             "policy": "adaptive",
             "options": {},
+            "hints": [],
             "report_s": 300.0,
         },
     }
@@ -59,6 +60,25 @@ def test_another_connector_stays_beside_ours(cli: Any, given: list[str]) -> None
     other, ours = config["kv_connector_extra_config"]["connectors"]
     assert other == json.loads(OTHER)
     assert ours["kv_connector_extra_config"]["options"] == {"max_records": 1000}
+
+
+def test_what_vllm_reads_of_the_other_connector_stays_in_force(cli: Any) -> None:
+    own = {"engine_id": "e1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_port": 7}
+    other = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"a": 1}, **own}
+    _, config = composed(cli, "--kv-transfer-config", json.dumps(other))
+    assert {name: config[name] for name in own} == own
+    member = config["kv_connector_extra_config"]["connectors"][0]
+    assert member == {name: value for name, value in other.items() if name != "engine_id"}
+
+
+def test_a_multi_connector_gets_one_member_more(cli: Any) -> None:
+    members = [{"kv_connector": "A", "kv_role": "kv_both"}, {"kv_connector": "B", "kv_role": "kv_both"}]
+    extra = {"connectors": members, "other": 1}
+    other = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    _, config = composed(cli, "--kv-transfer-config", json.dumps(other))
+    found = config["kv_connector_extra_config"]
+    assert [each["kv_connector"] for each in found["connectors"]] == ["A", "B", "SageConnector"]
+    assert {**config, "kv_connector_extra_config": {**found, "connectors": members}} == other
 
 
 def test_a_strategy_brings_our_scheduler(cli: Any) -> None:

@@ -14,6 +14,7 @@ from sagellm.cli._options import App, Command, OptionGroup, argument, command, f
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 app = App(help="Our KV cache policies inside vLLM.")
+MULTI = "MultiConnector"
 CONFIG_FLAG, ADDITIONAL_FLAG = "--kv-transfer-config", "--additional-config"
 SCHEDULER = "sagellm.engines.vllm.scheduler.SageScheduler"
 _MODE_HELP = "shadow: only tell what the policy would reuse; on: it decides, until it loses to LRU."
@@ -99,6 +100,28 @@ def taken(arguments: list[str], wanted: str) -> tuple[list[str], dict[str, Any] 
     return rest, made
 
 
+def beside(other: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """A `MultiConnector` with both; another `MultiConnector` gets one member more.
+
+    What vLLM reads of the outer configuration (role, policy for failed loads, ...) is the other one's. vLLM
+    gives its `engine_id` to each member itself, and refuses a member with one of its own.
+    """
+    if other.get("kv_connector") == MULTI:
+        extra = other.get("kv_connector_extra_config", {})
+        return {
+            **other,
+            "kv_connector_extra_config": {**extra, "connectors": [*extra.get("connectors", ()), ours]},
+        }
+    of_one = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    member = {name: value for name, value in other.items() if name != "engine_id"}
+    return {
+        "kv_role": "kv_both",
+        **{name: value for name, value in other.items() if name not in of_one},
+        "kv_connector": MULTI,
+        "kv_connector_extra_config": {"connectors": [member, ours]},
+    }
+
+
 def combined(arguments: list[str], sage: SageOptions) -> list[str]:
     """The arguments of vLLM with our connector and scheduler.
 
@@ -107,11 +130,7 @@ def combined(arguments: list[str], sage: SageOptions) -> list[str]:
     arguments, other = taken(arguments, CONFIG_FLAG)
     ours, scheduler = sage.connector(), sage.scheduler()
     if other is not None:
-        ours = {
-            "kv_connector": "MultiConnector",
-            "kv_role": other.get("kv_role", "kv_both"),
-            "kv_connector_extra_config": {"connectors": [other, ours]},
-        }
+        ours = beside(other, ours)
     words = [CONFIG_FLAG, json.dumps(ours)]
     if scheduler is not None:
         arguments, additional = taken(arguments, ADDITIONAL_FLAG)

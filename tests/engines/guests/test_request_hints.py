@@ -61,11 +61,18 @@ def test_the_fields_of_a_request() -> None:
         ({"sage_hints": "{"}, "sage_hints is no JSON"),
         ({"sage_hints": "[]"}, "kv_hints must be an object"),
         ({"sage_hints": action("session.end", token_ids=[1])}, "name a session_id"),
+        ({"sage_hints": "[" * 60_000}, "sage_hints is no JSON"),
+        ({"sage_hints": '{"actions":' * 5_000}, "sage_hints is no JSON"),
+        ({"sage_hints": " " * 100_000 + "{}"}, "sage_hints has 100002 characters, at most 65536"),
+        (["sage_pin_s"], "must be an object, got list"),
+        ("sage_pin_s", "must be an object, got str"),
+        ({"sage_pin_s": 10**400}, "sage_pin_s must be a number"),
+        ({"sage_pin_s": float("nan")}, "sage_pin_s must be a number"),
         ({"sage_pin_s": -1}, "sage_pin_s must be a number from 0 to"),
         ({"sage_pin_s": "long"}, "sage_pin_s must be a number"),
     ],
 )
-def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
+def test_wrong_fields_are_named(fields: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         hints_of(fields)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -211,12 +212,50 @@ def test_beside_another_connector(model: str) -> None:
     engine.kv_cache_manager.block_pool.free_block_queue.check()
 
 
-def test_reset_clears_the_shadows(model: str) -> None:
-    engine = scheduler(model, transfer("on"))
-    serve(engine, num_requests=20)
-    assert engine.reset_prefix_cache(reset_connector=True)
-    engine.kv_cache_manager.block_pool.free_block_queue.check()
+def new_hits(engine: Scheduler, prompt: list[int], **options: Any) -> dict[str, int]:
+    """Serve one prompt alone; returns the blocks of it that each cache reused."""
+    before = {name: count.num_hits for name, count in engine.connector.counts().items()}
+    hasher = get_request_block_hasher(SIZE, sha256)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, **options)
+    name = f"one{len(COUNTED)}"
+    engine.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
+    while name in engine.requests:
+        step(engine)
+    return {name: count.num_hits - before[name] for name, count in engine.connector.counts().items()}
+
+
+@pytest.mark.parametrize("mode", ["shadow", "on"])
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_reset_clears_the_shadows(model: str, mode: str, reset_connector: bool) -> None:
+    engine, prompt = scheduler(model, transfer(mode)), [5] * 30
+    init_none_hash(sha256)
+    assert new_hits(engine, prompt) == {"vllm": 0, "lru": 0, "adaptive": 0}
+    assert new_hits(engine, prompt) == {"vllm": 7, "lru": 7, "adaptive": 7}
+    assert engine.reset_prefix_cache(reset_connector=reset_connector)
+    assert new_hits(engine, prompt) == {"vllm": 0, "lru": 0, "adaptive": 0}
+    if mode == "on":
+        engine.kv_cache_manager.block_pool.free_block_queue.check()
     assert engine.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS
+
+
+def test_a_reset_that_vllm_refuses_clears_no_shadow(model: str) -> None:
+    engine, prompt = scheduler(model, transfer("shadow")), [5] * 30
+    init_none_hash(sha256)
+    new_hits(engine, prompt)
+    hasher = get_request_block_hasher(SIZE, sha256)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    engine.add_request(Request("runs", [9] * 8, params, None, block_hasher=hasher))
+    step(engine)
+    assert not engine.reset_prefix_cache(reset_connector=True)  # a request runs
+    assert new_hits(engine, prompt) == {"vllm": 7, "lru": 7, "adaptive": 7}
+
+
+def test_a_prompt_that_must_be_computed_whole_is_reused_by_no_shadow(model: str) -> None:
+    engine, prompt = scheduler(model, transfer("shadow")), [5] * 30
+    init_none_hash(sha256)
+    new_hits(engine, prompt)
+    assert new_hits(engine, prompt, prompt_logprobs=1) == {"vllm": 0, "lru": 0, "adaptive": 0}
+    assert new_hits(engine, prompt) == {"vllm": 7, "lru": 7, "adaptive": 7}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +286,7 @@ def test_an_error_of_the_counts_ends_them_and_no_request(
 ) -> None:
     engine = scheduler(model, transfer(mode))
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no idea")
 
     engine.connector._comparison.began = fails
@@ -311,6 +350,14 @@ def test_the_counters_of_a_server(model: str) -> None:
         assert registry.get_sample_value(name, labels | more) == value
 
 
+def test_a_process_that_makes_two_engines_has_the_counters_of_the_second(model: str) -> None:
+    config = scheduler(model, transfer("shadow")).vllm_config
+    loggers = [PrometheusStatLogger(config, [0]) for _ in range(2)]
+    loggers[1].kv_connector_prom.observe({"blocks": 5, "reused": {"vllm": 2}, "missed": {}})
+    labels = {"model_name": config.model_config.served_model_name, "engine": "0"}
+    assert REGISTRY.get_sample_value("sagellm_prompt_blocks_total", labels) == 5
+
+
 def test_hints_change_the_order_and_no_answer(model: str) -> None:
     end = {"sage_hints": json.dumps({"actions": [{"action_type": "session.end"}]})}
     stock = scheduler(model, None)
@@ -326,7 +373,8 @@ def test_hints_change_the_order_and_no_answer(model: str) -> None:
     assert counts["vllm"].num_hits == pytest.approx(with_hints, abs=0.02 * with_hints)
 
 
-def test_wrong_hints_are_ignored_once(model: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 60_000])
+def test_wrong_hints_are_ignored_once(model: str, caplog: pytest.LogCaptureFixture, text: str) -> None:
     engine = scheduler(model, transfer("on", policy="lru", hints="all"))
-    assert serve(engine, fields={"sage_hints": "{"}) == serve(scheduler(model, None))
+    assert serve(engine, fields={"sage_hints": text}) == serve(scheduler(model, None))
     assert caplog.text.count("are ignored: sage_hints is no JSON") == 1

@@ -78,15 +78,24 @@ class Comparison:
         return make_policy(name, capacity=self._capacity, clock=self._clock, **options)
 
     def began(
-        self, request_id: str, prompt: Tokens, num_found: int, num_tokens: int, space: Namespace
+        self,
+        request_id: str,
+        prompt: Tokens,
+        num_found: int,
+        num_tokens: int,
+        space: Namespace,
+        *,
+        reads_cache: bool = True,
     ) -> None:
         """A request begins.
 
-        It reuses `num_found` blocks of a prompt of `num_tokens`; `prompt` has the whole blocks.
+        It reuses `num_found` blocks of a prompt of `num_tokens`; `prompt` has the whole blocks. Not
+        `reads_cache`: it computes the whole prompt whatever is cached, so no shadow may reuse more.
         """
+        most = (num_tokens - 1) // self._block_size if reads_cache else 0
         self.reuse.add(num_tokens // self._block_size, num_found)
         for shadow in self.shadows.values():
-            shadow.admit(request_id, prompt, (num_tokens - 1) // self._block_size, space)
+            shadow.admit(request_id, prompt, most, space)
         in_force = self.shadows[self.decider if self._is_guided else "lru"]
         self.misses = self.misses.plus(in_force.last_misses)
         self._judge()

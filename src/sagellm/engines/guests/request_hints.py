@@ -30,6 +30,8 @@ PIN_KIND = "pin"
 HINT_KINDS = (*ACTION_VERSIONS, PIN_KIND)
 """What a guest may heed: the types of actions, and pins."""
 MAX_SESSION_CHARACTERS = 256
+MAX_HINTS_CHARACTERS = 65_536
+"""Of `sage_hints` as text: the host's scheduler waits while it is read."""
 
 
 class RequestHints(NamedTuple):
@@ -42,8 +44,13 @@ class RequestHints(NamedTuple):
 NO_HINTS = RequestHints()
 
 
-def hints_of(fields: Mapping[str, Any]) -> RequestHints:
-    """The hints among the fields of a request. Raises `RequestError` naming the field that is wrong."""
+def hints_of(fields: Any) -> RequestHints:
+    """The hints among the fields of a request.
+
+    Clients may send anything. Raises `RequestError` naming the field that is wrong, and nothing else.
+    """
+    if not isinstance(fields, Mapping):
+        raise RequestError(f"the fields of a request must be an object, got {type(fields).__name__}", SESSION)
     session = fields.get(SESSION)
     if session is not None and not (isinstance(session, str) and 0 < len(session) <= MAX_SESSION_CHARACTERS):
         raise RequestError(f"{SESSION} must be a string of 1 to {MAX_SESSION_CHARACTERS} characters", SESSION)
@@ -65,9 +72,11 @@ def _envelope(given: Any) -> KVHintsEnvelope:
     if given is None:
         return KVHintsEnvelope(PROTOCOL_VERSION, "", ())
     if isinstance(given, str):
+        if len(given) > MAX_HINTS_CHARACTERS:
+            raise RequestError(f"{HINTS} has {len(given)} characters, at most {MAX_HINTS_CHARACTERS}", HINTS)
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{HINTS} is no JSON: {error}", HINTS) from error
     return KVHintsEnvelope.parse(given)
 

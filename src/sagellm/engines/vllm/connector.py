@@ -67,6 +67,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._warned_of_hints = False
         self._found: dict[str, int] = {}
         self._size = 1
+        self._pool: BlockPool | None = None
+        self._hashes: Any = None
 
     # -- in the scheduler
 
@@ -80,6 +82,7 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         capacity = gpu_block_pool.num_gpu_blocks - 1
         comparison = Comparison("vLLM", capacity, self._size, TOKENS_PER_DIGEST, settings, clock, logger)
         self._comparison, self._tally = comparison, Tally(comparison)
+        self._pool, self._hashes = gpu_block_pool, _hash_map(gpu_block_pool)
         if settings.mode == "shadow":
             return
         try:
@@ -111,8 +114,20 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """Nothing comes from elsewhere; notes what vLLM found."""
         if self._comparison is not None:
+            self._follow_reset()
             self._found[request.request_id] = num_computed_tokens // self._size
         return 0, False
+
+    def _follow_reset(self) -> None:
+        """Empty the shadows if vLLM has emptied its cache.
+
+        Its pool begins a new map of hashes then. vLLM calls `reset_cache` only where a reset is to reach
+        connectors, and also where the pool has refused it.
+        """
+        hashes = _hash_map(self._pool)
+        if hashes is not self._hashes and self._comparison is not None:
+            self._hashes = hashes
+            self._counted(self._comparison.cleared)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -126,7 +141,12 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _count(self, comparison: Comparison, request: Request, found: int) -> None:
         num_tokens = request.num_prompt_tokens
         prompt = path_of(request.block_hashes[: num_tokens // self._size])
-        comparison.began(request.request_id, prompt, found, num_tokens, _namespace(request))
+        reads = (
+            not request.skip_reading_prefix_cache
+        )  # such a one computes its whole prompt, as for prompt_logprobs
+        comparison.began(
+            request.request_id, prompt, found, num_tokens, _namespace(request), reads_cache=reads
+        )
 
     def _end(self, comparison: Comparison, request: Request, finish: RequestEnd) -> None:
         comparison.ended(request.request_id, path_of(request.block_hashes), finish.use, finish.said)
@@ -176,9 +196,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorMetadata()
 
     def reset_cache(self) -> bool | None:
-        """The host empties its cache; the shadows do."""
-        if self._comparison is not None:
-            self._comparison.cleared()
+        """The shadows follow the pool of vLLM, which may have refused to be emptied."""
+        self._follow_reset()
         return None
 
     def shutdown(self) -> None:
@@ -227,6 +246,14 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         pass
+
+
+def _hash_map(pool: BlockPool | None) -> Any:
+    """Where the pool finds blocks by their hashes.
+
+    None if that has moved; resets go unseen then.
+    """
+    return getattr(pool, "cached_block_hash_to_block", None)
 
 
 def _namespace(request: Request) -> Namespace:

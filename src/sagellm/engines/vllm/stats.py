@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from sagellm.engines.guests.comparison import Comparison
 
 BLOCKS, REUSED, MISSED = "blocks", "reused", "missed"
 """The keys of the data: blocks of prompts, reused ones by cache, computed ones by cause."""
+NAMES = {BLOCKS: "sagellm_prompt_blocks", REUSED: "sagellm_reused_blocks", MISSED: "sagellm_kv_misses"}
 
 
 @dataclass
@@ -89,17 +90,18 @@ class SageMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, list[Any]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister_former()
         made = metric_types[Counter]
         self._blocks = made(
-            name="sagellm_prompt_blocks", documentation="Whole KV blocks of prompts.", labelnames=labelnames
+            name=NAMES[BLOCKS], documentation="Whole KV blocks of prompts.", labelnames=labelnames
         )
         self._reused = made(
-            name="sagellm_reused_blocks",
+            name=NAMES[REUSED],
             documentation="Blocks of prompts that vLLM reused, or that a cache of its size would have.",
             labelnames=[*labelnames, "cache"],
         )
         self._missed = made(
-            name="sagellm_kv_misses",
+            name=NAMES[MISSED],
             documentation="Blocks of prompts that were computed, by cause, in the order in force.",
             labelnames=[*labelnames, "cause"],
         )
@@ -111,3 +113,13 @@ class SageMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for counter, key in ((self._reused, REUSED), (self._missed, MISSED)):
             for name, count in transfer_stats_data.get(key, {}).items():
                 counter.labels(*labels, name).inc(count)
+
+
+def _unregister_former() -> None:
+    """Remove the counters of a former engine of this process.
+
+    vLLM does so with its own; Prometheus refuses a name twice.
+    """
+    for collector in list(getattr(REGISTRY, "_collector_to_names", ())):
+        if getattr(collector, "_name", "") in NAMES.values():
+            REGISTRY.unregister(collector)
