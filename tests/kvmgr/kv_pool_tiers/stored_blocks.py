@@ -94,7 +94,7 @@ class ZlibCodec:
 class FaultyIO:
     """Calls of `os`, of which the `countdown`-th from now fails with `error_number`.
 
-    With `shorten`, calls move a random part of what they are asked for.
+    With `shorten`, calls move a random part of what they are asked for, and may say that they moved less.
     """
 
     def __init__(self, seed: int = 0, *, shorten: bool = False) -> None:
@@ -108,19 +108,23 @@ class FaultyIO:
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
         self._maybe_fail()
-        return os.preadv(fd, self._part(buffers), offset)
+        return self._said(os.preadv(fd, self._part(buffers), offset))
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
         fails = self.countdown == 0
         if fails and self._shorten:  # part of it reaches the disk
             os.pwritev(fd, self._part(buffers), offset)
         self._maybe_fail()
-        return os.pwritev(fd, self._part(buffers), offset)
+        return self._said(os.pwritev(fd, self._part(buffers), offset))
 
     def _maybe_fail(self) -> None:
         self.countdown -= 1
         if self.countdown == -1:
             raise OSError(self.error_number, os.strerror(self.error_number))
+
+    def _said(self, num_bytes: int) -> int:
+        is_less = self._shorten and num_bytes > 4096 and self._random.random() < 0.3
+        return num_bytes - self._random.randint(1, 4095) if is_less else num_bytes
 
     def _part(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         if not self._shorten or self._random.random() < 0.5:

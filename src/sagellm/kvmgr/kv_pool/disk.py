@@ -305,7 +305,6 @@ class DiskStorage:
             if len(set(slots)) < len(slots) or not self._writing.isdisjoint(slots):
                 raise BookkeepingError(f"a slot is written twice at once: one of {list(slots)}")
             self._writing.update(slots)
-            self._forgotten.difference_update(slots)
             for slot in slots:
                 self._stored.pop(slot, None)
                 self._touched.pop(slot, None)
