@@ -34,6 +34,9 @@ SERVER_FLAGS: Mapping[str, tuple[str, str]] = {
     "server.api_key": ("--api-key", "KEY"),
     "log.format": ("--log-format", "NAME"),
     "model.served_name": ("--served-name", "NAME"),
+    "kv.host_gb": ("--kv-host-gb", "GIB"),
+    "kv.disk_gb": ("--kv-disk-gb", "GIB"),
+    "kv.dir": ("--kv-dir", "FOLDER"),
 }
 """Keys that only a server reads."""
 

@@ -163,6 +163,11 @@ class KVConfig(Section):
         return groups
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether KV is kept below the device."""
+        return bool(self.host_gb or self.disk_gb)
+
+    @property
     def swap_space_bytes(self) -> int:
         return int(self.swap_space_gb * 2**30)
 

@@ -21,6 +21,8 @@ EXTRA_OF: Mapping[str, str] = {
     "matplotlib": "plots",
     "pyarrow": "plots",
     "transformers": "transformers",
+    "redis": "tiers",
+    "zstandard": "tiers",
     "vllm": "vllm",
     "sglang": "sglang",
 }

@@ -163,7 +163,7 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
     Raises `ConfigError` for a model or backend whose KV cannot be held there, and for a folder that cannot be
     used.
     """
-    if not config.host_gb and not config.disk_gb:
+    if not config.has_tiers:
         return None
     capability = backend.capability()
     schema, source = capability.kv_schema, getattr(backend, "kv_bytes", None)

@@ -188,7 +188,8 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._request_table.states or self._outputs)
+        moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
+        return bool(self._in_flight or self._request_table.states or self._outputs) or moves
 
     def stats(self) -> EngineStats:
         metrics, each = self.kv.metrics, self.kv.num_groups
@@ -199,7 +200,8 @@ class Engine:
         running, waiting = len(self._request_table.running), len(self._request_table.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
         saved = self.kv.swap.num_used if self.kv.swap is not None else 0
-        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved)
+        faults = () if self.kv.tiers is None else self.kv.tiers.faults()
+        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved, faults)
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
@@ -216,6 +218,7 @@ class Engine:
             num_proposed_tokens=speculation.num_proposed if speculation else 0,
             num_accepted_tokens=speculation.num_accepted if speculation else 0,
             checkpoints={} if kv.checkpoints is None else kv.checkpoints.counts(),
+            tiers=() if kv.tiers is None else kv.tiers.states(),
         )
 
     def capability(self) -> CapabilityDescriptor:
@@ -295,9 +298,10 @@ class Engine:
         """Plan, execute and commit one step; returns what it added to each request. With overlap the step may
         have been planned ahead and be computing already; then the one behind it is planned while it computes,
         and is handed to the backend before the commit."""
-        if self._in_flight is None and not self._request_table.states:
-            return self._take_outputs()
-        if self._kv_waits is not None and not self._move_kv(self._kv_waits):
+        has_step = bool(self._in_flight or self._request_table.states)
+        if self._kv_waits is not None:
+            has_step = self._move_kv(self._kv_waits)
+        if not has_step:
             return self._take_outputs()
         current = self._in_flight or self._begin_step()
         following = None
@@ -311,12 +315,14 @@ class Engine:
     def _move_kv(self, waits: KVWaits) -> bool:
         """Take in KV from tiers; returns whether there is a step to take.
 
-        Where all requests wait for KV, waits a moment for it.
+        Where nothing can be computed before KV has moved, waits a moment for it.
         """
         waits.advance(start=self._in_flight is None)
         table = self._request_table
         if self._in_flight is not None or table.running or table.num_for_kv < len(table.waiting):
             return True
+        if self._outputs:
+            return False
         assert self.kv.tiers is not None
         self.kv.tiers.wait(MOST_IDLE_S)
         waits.advance(start=True)

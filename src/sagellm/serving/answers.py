@@ -263,9 +263,13 @@ class CurrentStrategy(Body):
 
 
 class ServerStatus(Body):
-    """The answer of /health and /ready."""
+    """The answer of /health and /ready.
+
+    `kv_tier_faults`: tiers of the KV cache that have failed. The server goes on without them.
+    """
 
     status: Literal["ok", "ready"]
+    kv_tier_faults: list[str] = Field(default=[])
 
 
 class ServerVersion(Body):

@@ -99,10 +99,11 @@ class OtherRoutes:
     encoder: PromptEncoder
     created: int
 
-    async def health(self) -> dict[str, str]:
+    async def health(self) -> dict[str, Any]:
         if self.gateway.failure is not None:
             raise errors.UnavailableError(f"the engine has failed: {self.gateway.failure}")
-        return {"status": "ok"}
+        faults = list(self.gateway.tier_faults)
+        return {"status": "ok", "kv_tier_faults": faults} if faults else {"status": "ok"}
 
     async def ready(self) -> dict[str, str]:
         if not self.gateway.ready:

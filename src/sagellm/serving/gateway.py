@@ -163,6 +163,11 @@ class Gateway:
         return self._loop.alive and not self._draining
 
     @property
+    def tier_faults(self) -> Sequence[str]:
+        """Tiers of the KV cache that have failed, and why."""
+        return self._loop.stats.tier_faults
+
+    @property
     def attributes_misses(self) -> bool:
         """Whether the engine says why blocks had to be computed."""
         return self._loop.stats.misses is not None

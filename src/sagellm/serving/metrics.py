@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 
 import sagellm
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
+from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.llm import TextDelta, Usage
@@ -152,6 +154,7 @@ class ServerMetrics(Collector):
             changes = {name: found.checkpoints[name] for name in ("made", "evicted")}
             text = "Checkpoints of recurrent states that were made and given up"
             yield self._count("kv_checkpoint_changes", text, changes, "change")
+        yield from self._tiers(found.tiers)
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
         queries = {tenant: tokens.num_tokens for tenant, tokens in reuse.items()}
@@ -176,6 +179,30 @@ class ServerMetrics(Collector):
             for expert, count in enumerate(rows):
                 family.add_metric((self._model, str(layer), str(expert)), count)
         return family
+
+    def _tiers(self, tiers: Sequence[TierState]) -> Iterator[Metric]:
+        """Memory below the device; nothing where there is none."""
+        if not tiers:
+            return
+        for text, kind in (
+            ("Slots of a tier below the device", "total"),
+            ("Blocks that a tier below the device holds", "cached"),
+        ):
+            levels = {str(tier.tier): getattr(tier, kind) for tier in tiers}
+            yield self._gauge(f"kv_tier_{kind}_blocks", text, levels, "tier")
+        for text, kind in (
+            ("Blocks written to a tier", "stored"),
+            ("Blocks that came back from a tier", "loaded"),
+            ("Blocks that a tier gave up", "evicted"),
+        ):
+            counts = {str(tier.tier): getattr(tier, kind) for tier in tiers}
+            yield self._count(f"kv_tier_{kind}_blocks", text, counts, "tier")
+        misses = Counts[str]()
+        for tier in tiers:
+            misses.update(tier.misses)
+        yield self._count("kv_tier_misses", "Blocks of tiers that did not verify, by cause", misses, "cause")
+        broken = {str(tier.tier): float(bool(tier.fault)) for tier in tiers}
+        yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used any more", broken, "tier")
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[Metric]:
         for name, text, count in (

@@ -10,6 +10,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, PromptSpan, TenantReuse
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, Request, RequestOutput, Tokens
@@ -18,7 +19,8 @@ from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, R
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """An engine's load now. Blocks by state sum to the pool: in use, cached and unused, free.
-    `host_blocks_used`: blocks in host memory that hold what preempted requests have computed."""
+    `host_blocks_used`: blocks in host memory that hold what preempted requests have computed. `tier_faults`:
+    for each tier that is not used any more, its name and why."""
 
     num_running: int
     num_waiting: int
@@ -30,6 +32,7 @@ class EngineStats:
     reuse: PrefixReuseSnapshot | None = None
     misses: MissCounts | None = None
     host_blocks_used: int = 0
+    tier_faults: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class EngineDiagnostics:
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
     `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
-    `evicted` checkpoints of recurrent states; empty for a model without such states.
+    `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
+    the device, the nearest first.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -56,6 +60,7 @@ class EngineDiagnostics:
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     checkpoints: Mapping[str, int] = field(default_factory=dict)
+    tiers: Sequence[TierState] = ()
 
 
 @dataclass(frozen=True, slots=True)

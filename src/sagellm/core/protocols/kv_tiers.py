@@ -14,12 +14,13 @@ instance, enter the device through `KVArrivals`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
@@ -253,6 +254,23 @@ class KVArrivals(Protocol):
         """Raise `BookkeepingError` where blocks and arrivals do not add up."""
 
 
+class TierState(NamedTuple):
+    """Counts of one tier, in blocks.
+
+    `cached` of `total` slots hold blocks. `stored`, `loaded` and `evicted` count since the start; `misses`:
+    blocks that were there and did not verify, by `ReadOutcome`.
+    """
+
+    tier: Tier
+    total: int
+    cached: int
+    stored: int
+    loaded: int
+    evicted: int
+    misses: Mapping[str, int]
+    fault: str = ""
+
+
 class KVTiers(Protocol):
     """Memory below the device. For the engine's thread; `wait` and `give_way` alone wait.
 
@@ -303,6 +321,12 @@ class KVTiers(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has moved; False if the time is over before."""
+
+    def states(self) -> Sequence[TierState]:
+        """The tiers, the nearest first."""
+
+    def faults(self) -> Sequence[str]:
+        """For each tier that is not used any more, its name and why. Any thread may call it."""
 
     def close(self) -> None: ...
 

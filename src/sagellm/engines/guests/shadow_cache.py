@@ -98,6 +98,11 @@ class ShadowCache:
         self._index.unpin(hit, use._replace(num_reused_blocks=num_reused) if use is not NO_USE else use)
         self._hinted.ended(said, path, hit.namespace)
 
+    @property
+    def num_held(self) -> int:
+        """Requests that have begun and not ended."""
+        return len(self._held)
+
     def clear(self) -> None:
         """The host has emptied its cache."""
         self._free += self._index.clear()

@@ -51,7 +51,7 @@ def native_backend(
         kv_memory_fraction=config.kv.memory_fraction,
         kv_memory_bytes=kv_memory_bytes,
         host_memory_bytes=config.kv.swap_space_bytes,
-        measure_prefill="model" in registry("policy").options(config.kv.eviction),
+        measure_prefill=config.kv.has_tiers or "model" in registry("policy").options(config.kv.eviction),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.model.max_model_len,
         threads=config.engine.threads,
@@ -67,10 +67,10 @@ def native_backend(
 def splits_kv(config: Config) -> bool:
     """Whether KV may be split into groups by window.
 
-    Shares of memory and swapping need the blocks of a request whole.
+    Shares of memory, swapping and tiers need the blocks of a request whole.
     """
     kv = config.kv
-    return not (kv.tenant_shares or kv.class_shares or kv.swap_space_bytes)
+    return not (kv.tenant_shares or kv.class_shares or kv.swap_space_bytes or kv.has_tiers)
 
 
 def _held_as(config: Config) -> dict[str, Any]:

@@ -36,6 +36,8 @@ Req = Any
 """SGLang's `Req`."""
 MAX_VICTIMS = 64
 """Victims that a rule names at a time; SGLang retracts a few, and each costs a look at all others."""
+MAX_PRIORITY = 1 << 31
+"""Clients may send any integer; the passes compute with floats."""
 MAX_IN_FLIGHT = 8
 """Steps whose times are awaited; SGLang has at most two."""
 
@@ -254,7 +256,7 @@ class RequestOrder:
     def _our_request(self, req: Req) -> Request:
         try:
             return our_request(req, self._clock.now(), prefers_low=self._prefers_low)
-        except (SageError, TypeError, ValueError) as error:
+        except (SageError, TypeError, ValueError, RecursionError) as error:
             logger.warning("sageLLM: the custom_params of request %s are left out: %s", req.rid, error)
             return our_request(req, self._clock.now(), prefers_low=self._prefers_low, custom={})
 
@@ -280,8 +282,11 @@ def our_request(
     `prefers_low`: lower values of `priority` are served first. `custom`: in place of the request's own
     `custom_params`. Raises `RequestError` or `TypeError` for goals or names that make no sense.
     """
-    params, times, priority = req.sampling_params, req.time_stats, req.priority or 0
+    params, times = req.sampling_params, req.time_stats
+    priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, req.priority or 0))
     given = custom if custom is not None else params.custom_params or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"custom_params must be an object, got {type(given).__name__}")
     ids = np.asarray(req.origin_input_ids, dtype=np.int64).astype(np.int32)  # ids of images are cut
     return Request(
         req.rid,

@@ -13,7 +13,8 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
@@ -119,6 +120,13 @@ def _guided(params: Any, components: Any, comparison: Comparison, clock: Clock, 
     return core
 
 
+class Followed(NamedTuple):
+    """A request that has begun and not ended. `num_found`: pages that it reused."""
+
+    req: ReferenceType[Any]
+    num_found: int
+
+
 class Follower:
     """Wraps methods of one cache, to see its requests begin, end, and need room.
 
@@ -128,7 +136,8 @@ class Follower:
     def __init__(self, cache: Any, core: Any, comparison: Comparison, page_size: int) -> None:
         self._core, self._page_size = core, page_size
         self._comparison: Comparison | None = comparison
-        self._running: dict[str, int] = {}
+        self._running: dict[str, Followed] = {}
+        self._gone: list[str] = []
         self._hears_hints, self._warned_of_hints = bool(comparison.settings.hints), False
         self._wrap(cache)
         if core is not None:
@@ -192,25 +201,41 @@ class Follower:
 
     def _before_checkpoint(self, req: Any) -> None:
         """KV enters the tree: after each chunk of a prompt, and at the end."""
-        if req.rid in self._running or self._comparison is None:
+        known = self._running.get(req.rid)
+        if self._comparison is None or (known is not None and known.req() is req):
             return
+        if known is not None:
+            self._drop(req.rid, self._comparison)
+        self._drop_gone(self._comparison)
         prompt, size = req.origin_input_ids, self._page_size
         num_found = min((req.kv.cache_protected_len - req.host_loaded_length) // size, len(prompt) // size)
         if len(self._running) >= MAX_RUNNING:
-            oldest = next(iter(self._running))
-            self._comparison.ended(oldest, Tokens())
-            del self._running[oldest]
-        self._running[req.rid] = num_found
+            self._drop(next(iter(self._running)), self._comparison)
+        rid = req.rid
+        self._running[rid] = Followed(ref(req, lambda _: self._gone.append(rid)), num_found)
         path, space = self._path(prompt), namespace_of(req)
         self._comparison.began(req.rid, path, num_found, len(prompt), space)
         if self._core is not None:
             self._core.request_began(req.last_node)
 
+    def _drop_gone(self, comparison: Comparison) -> None:
+        """Let go of requests that were retracted, and aborted while they waited: SGLang does not say so."""
+        while self._gone:
+            rid = self._gone.pop()
+            if rid in self._running and self._running[rid].req() is None:
+                self._drop(rid, comparison)
+
+    def _drop(self, rid: str, comparison: Comparison) -> None:
+        """Follow a request no longer; it has no end that policies learn from."""
+        del self._running[rid]
+        comparison.ended(rid, Tokens())
+
     def _ends(self, req: Any, ids: Sequence[int]) -> None:
         """A request has ended with these token ids in the tree."""
-        num_found = self._running.pop(req.rid, None)
-        if num_found is None or self._comparison is None:
+        known = self._running.get(req.rid)
+        if known is None or known.req() is not req or self._comparison is None:
             return
+        num_found = self._running.pop(req.rid).num_found
         num_blocks = len(req.origin_input_ids) // self._page_size
         use = Use(len(req.output_ids), num_found, num_blocks, req.priority or 0)
         said = self._said(req)

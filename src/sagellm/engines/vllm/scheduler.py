@@ -91,7 +91,7 @@ class _Ordering:
         if is_new and self._passes is not None and request.prompt_token_ids:
             try:
                 self._passes.enter(our_request(request))
-            except (SageError, TypeError, ValueError) as error:
+            except (SageError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
                 logger.warning("sageLLM: request %s keeps its place: %s", request.request_id, error)
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:

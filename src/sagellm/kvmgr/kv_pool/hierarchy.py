@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
-from sagellm.core.protocols.kv_tiers import Arrival, TierLookup
+from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
@@ -30,6 +30,12 @@ MAX_PENDING_BYTES = 1 << 30
 """What may be on its way down at a time; what comes beyond that is not saved."""
 FIRST_BYTES_PER_S = 1e9
 """Of a tier from which nothing has been read yet."""
+LATENCY_S = 1e-3
+"""Of a load, before its first byte."""
+FEWEST_MEASURED_BYTES = 1 << 20
+"""Loads of fewer bytes say nothing about bandwidth."""
+REGAINED = 1.05
+"""A tier that was slow once is tried again: each load that is not worth it makes it seem faster by this."""
 
 
 @dataclass(slots=True)
@@ -179,8 +185,12 @@ class HierarchyManager:
 
     def _is_worth(self, tier: Tier, first: int, stop: int) -> bool:
         extent = SimpleExtent(0, stop - first, first_position=first)
-        load_s = (stop - first) * self._block_bytes / self._bytes_per_s.get(tier, FIRST_BYTES_PER_S)
-        return load_s < self._costs.recompute_s(extent)
+        bytes_per_s = self._bytes_per_s.setdefault(tier, FIRST_BYTES_PER_S)
+        load_s = LATENCY_S + (stop - first) * self._block_bytes / bytes_per_s
+        is_worth = load_s < self._costs.recompute_s(extent)
+        if not is_worth:
+            self._bytes_per_s[tier] = min(REGAINED * bytes_per_s, FIRST_BYTES_PER_S)
+        return is_worth
 
     # -- what has ended
 
@@ -210,9 +220,9 @@ class HierarchyManager:
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
         self.arrivals.publish(load.arrival, report.num_written.get(Tier.HBM, 0))
-        if report.num_bytes:
-            reached = report.num_bytes / max(report.spent_s, 1e-9)
-            before = self._bytes_per_s.get(load.tier.tier, reached)
+        if report.num_bytes >= FEWEST_MEASURED_BYTES:
+            reached = report.num_bytes / max(report.spent_s - LATENCY_S, 1e-9)
+            before = self._bytes_per_s[load.tier.tier]
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
 
     def give_way(self) -> bool:
@@ -234,6 +244,12 @@ class HierarchyManager:
 
     def wait(self, timeout_s: float) -> bool:
         return self._migrator.wait(timeout_s)
+
+    def states(self) -> list[TierState]:
+        return [tier.state() for tier in self.tiers]
+
+    def faults(self) -> list[str]:
+        return [f"{tier.tier}: {tier.fault}" for tier in self.tiers if tier.fault]
 
     def bandwidths(self) -> Mapping[Tier, float]:
         """Bytes per second that recent loads from each tier reached."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import KVPool
-from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock
+from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
@@ -146,6 +146,14 @@ class KVTier:
         if slots:
             self.pool.hand_over(every, 0, len(every.block_ids), OWNER)
             self.pool.free(every)
+
+    def state(self) -> TierState:
+        """Its counts now."""
+        misses = {outcome.value: count for outcome, count in self.misses.items()}
+        counts = self.num_stored, self.num_loaded, self.num_evicted
+        return TierState(
+            self.tier, self.pool.total_blocks, self.index.num_cached, *counts, misses, self.fault
+        )
 
     def clear(self) -> int:
         """Evict all that nothing uses; returns how many blocks."""
