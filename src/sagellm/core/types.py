@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,9 +211,7 @@ class SLO:
 
     def __post_init__(self) -> None:
         for name, goal_s in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
-            if (
-                goal_s is not None and not 0 <= goal_s <= sys.float_info.max
-            ):  # an int may be larger than any float
+            if goal_s is not None and not 0 <= goal_s <= sys.float_info.max:
                 raise RequestError(f"{name} is a number of seconds from 0 on, or none: not {goal_s}", name)
 
 

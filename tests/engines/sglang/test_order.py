@@ -335,6 +335,26 @@ def test_fields_that_make_no_sense_are_left_out(caplog: pytest.LogCaptureFixture
     assert caplog.text.count("of request b are left out") == 1
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_client_can_end_the_order(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang passes on what JSON can say, in `custom_params` and as `priority`."""
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with driven(strategy, max_running=1) as (driver, hooks):
+        driver.add("goal", [1] * 20, sage_ttft_s=10**400, sage_tpot_s=10**5000)
+        driver.add("tenant", [2] * 20, sage_tenant=nested)
+        driver.add("not", [3] * 20, sage_ttft_s=float("nan"))
+        for number, priority in enumerate((10**400, -(10**400))):
+            driver.add(f"priority{number}", [4 + number] * 20, priority=priority)
+        for number, custom in enumerate((["sage_tenant"], "sage_tenant", 7)):
+            driver.add(f"shape{number}", [6 + number] * 20).sampling_params.custom_params = custom
+        driver.run()
+        assert hooks.order is not None
+    assert len(driver.admitted) == 8
+    assert caplog.text.count("are left out") == 6
+
+
 # -- requests
 
 

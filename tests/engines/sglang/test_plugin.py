@@ -238,3 +238,32 @@ def test_a_session_that_ends_goes_first(
     assert found == 12 if kept else found < 12
     assert caplog.text.count("are ignored") == (fields.get("sage_hints") == "{")
     cache.sanity_check()
+
+
+@pytest.mark.parametrize("same_name", [False, True])
+def test_a_request_that_is_aborted_while_retracted_holds_no_shadow(same_name: bool) -> None:
+    """SGLang retracts it with a release that is no end, and aborts it without another."""
+    clock = ManualClock(0.0)
+    found: list[comparison.Comparison] = []
+    made_one = comparison.Comparison.__init__
+
+    def noted(made: comparison.Comparison, *arguments: Any) -> None:
+        made_one(made, *arguments)
+        found.append(made)
+
+    with mock.patch.object(comparison.Comparison, "__init__", noted):
+        settings = GuestSettings("on", "lru", report_s=0)
+        serving = Serving(guided_cache(30, settings, clock, LRUPolicy, max_context=512))
+    req = Request("r0", array("q", [7] * 12))
+    assert serving.begin(req)
+    serving.end(req, finished=False)
+    del req
+    for number in range(3):
+        clock.advance(1.0)
+        req = Request("r0" if same_name else f"r{1 + number}", array("q", [number] * 8))
+        assert serving.begin(req)
+        serving.end(req)
+    for shadow in found[0].shadows.values():
+        shadow.check()
+        assert shadow.num_held == 0
+    assert found[0].reuse.num_blocks == 12 + 3 * 8

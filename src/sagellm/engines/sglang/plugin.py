@@ -126,6 +126,10 @@ class Followed(NamedTuple):
     req: ReferenceType[Any]
     num_found: int
 
+    def is_of(self, req: Any) -> bool:
+        """Whether it is this object, and not another one with its id."""
+        return self.req() is req
+
 
 class Follower:
     """Wraps methods of one cache, to see its requests begin, end, and need room.
@@ -202,7 +206,7 @@ class Follower:
     def _before_checkpoint(self, req: Any) -> None:
         """KV enters the tree: after each chunk of a prompt, and at the end."""
         known = self._running.get(req.rid)
-        if self._comparison is None or (known is not None and known.req() is req):
+        if self._comparison is None or (known is not None and known.is_of(req)):
             return
         if known is not None:
             self._drop(req.rid, self._comparison)
@@ -219,10 +223,13 @@ class Follower:
             self._core.request_began(req.last_node)
 
     def _drop_gone(self, comparison: Comparison) -> None:
-        """Let go of requests that were retracted, and aborted while they waited: SGLang does not say so."""
+        """Let go of requests that were retracted and are gone.
+
+        SGLang does not say so where one is aborted while it waits.
+        """
         while self._gone:
             rid = self._gone.pop()
-            if rid in self._running and self._running[rid].req() is None:
+            if rid in self._running and self._running[rid].is_of(None):
                 self._drop(rid, comparison)
 
     def _drop(self, rid: str, comparison: Comparison) -> None:
@@ -233,7 +240,7 @@ class Follower:
     def _ends(self, req: Any, ids: Sequence[int]) -> None:
         """A request has ended with these token ids in the tree."""
         known = self._running.get(req.rid)
-        if known is None or known.req() is not req or self._comparison is None:
+        if known is None or not known.is_of(req) or self._comparison is None:
             return
         num_found = self._running.pop(req.rid).num_found
         num_blocks = len(req.origin_input_ids) // self._page_size
