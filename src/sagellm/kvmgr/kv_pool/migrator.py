@@ -25,7 +25,8 @@ from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcom
 from sagellm.core.types import TOKEN_BYTES, Namespace
 
 log = logging.getLogger("sagellm.tiers")
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
+"""Of about ten blocks of a small model: gathering them from each layer costs least from there on."""
 HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
 """Chained hashes of the whole blocks of a path, given as int32 bytes from its first token on."""
 
