@@ -326,7 +326,7 @@ class KVTiers(Protocol):
         """The tiers, the nearest first."""
 
     def faults(self) -> Sequence[str]:
-        """For each tier that is not used any more, its name and why. Any thread may call it."""
+        """The tiers that are not used any more, and why. For any thread."""
 
     def close(self) -> None: ...
 

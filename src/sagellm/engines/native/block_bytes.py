@@ -56,7 +56,7 @@ class PoolBytes:
         return np.frombuffer(data, np.uint8).reshape(num_blocks, self.bytes_per_block)
 
     def _on_gpu(self, ids: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
-        """Each pool of a GPU with the ids and its span of a block, on the stream of its copies."""
+        """Each pool of a GPU with the ids and its span of a block."""
         if self._stream is None:
             return
         with torch.inference_mode(), torch.cuda.stream(self._stream):

@@ -42,7 +42,7 @@ class _Row:
 
 
 class TokenBytes:
-    """Implements `BlockBytes`: three int64 for each slot of a block, -1 in an empty one."""
+    """Implements `BlockBytes`: three int64 for each token, -1 for none."""
 
     def __init__(self, memory: list[_Slot], block_size: int) -> None:
         self._memory, self._size = memory, block_size
