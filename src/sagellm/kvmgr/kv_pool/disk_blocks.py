@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import xxhash
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import (
     FORMAT_VERSION,
@@ -30,6 +31,7 @@ A disk moves 4 MB a fifth faster than four times 1 MB (`benchmarks/tier_bandwidt
 """
 _MAX_RUN = 256
 """A call takes at most 1024 pieces of memory, and a block has up to three."""
+_LEAST_BYTES = 1 << 20
 _NUM_LANES = 2
 _NUM_HELPERS = 4
 _NO_HEADER = bytes(ALIGNMENT)
@@ -160,13 +162,18 @@ class SlabBlocks:
             helper.result()
 
     def _runs(self, moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
-        """Groups of blocks for one transfer: adjacent on both sides, up to a chunk."""
+        """Groups of blocks for one transfer: adjacent on both sides, up to a chunk.
+
+        They are smaller, down to a megabyte, where a call has too few blocks for all threads.
+        """
+        least = max(1, _LEAST_BYTES // self._slab.slot_bytes)
+        most = min(self._max_run, max(least, cdiv(len(moves), _NUM_LANES)))
         run: list[BlockMove] = []
         for move in moves:
             if run:
                 last = run[-1]
                 is_next = (move.place - last.place, move.slot - last.slot) == (1, 1)
-                if not is_next or len(run) == self._max_run:
+                if not is_next or len(run) == most:
                     yield run
                     run = []
             run.append(move)
