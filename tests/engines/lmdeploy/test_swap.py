@@ -406,6 +406,37 @@ def test_an_error_ends_swapping_and_no_request(
     assert driver.scheduler.block_manager.get_num_free_cpu_blocks() == 8
 
 
+def test_what_cannot_be_freed_ends_swapping_and_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SwapDriver(8, 8)
+    for family in range(4):
+        finished(driver, [family] * (3 * SIZE))
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(driver.cpu, "admitting", fails)
+    monkeypatch.setattr(driver.cpu.moves, "drop", fails)
+    for family in range(4):
+        finished(driver, [family] * (3 * SIZE))
+    assert driver.engine.cpu_cache is None
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
+def test_the_last_token_of_an_answer_fills_no_block(num_tokens: int) -> None:
+    """It has no KV, in LMDeploy as in the shadows."""
+    driver = SwapDriver(60, 0, swap=False)
+    number = driver.add(list(range(28)))
+    driver.prefill(100)
+    for step in range(1, num_tokens):
+        driver.decode(100 + step)
+    again = [*driver.sequences[number].all_ids.tolist(), *[9] * 9]
+    driver.end(number)
+    finished(driver, again)
+    compared = driver.engine.comparison
+    hits = {compared.reuse.num_hits, *(shadow.reuse.num_hits for shadow in compared.shadows.values())}
+    assert hits == {(27 + num_tokens) // SIZE}
+
+
 def test_a_preempted_sequence_keeps_its_table_when_its_prompt_is_cached_meanwhile() -> None:
     """LMDeploy 0.11.0 appends what `match` finds behind the blocks that such a sequence still has."""
     for guided, num_blocks in ((False, 7), (True, 4)):

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sagellm.core.errors import ConfigError, UnknownNameError
@@ -109,11 +109,15 @@ def scheduler(
 
 
 def serve(
-    engine: Scheduler, seed: int = 0, num_requests: int = 120, fields: dict[str, Any] | None = None
+    engine: Scheduler,
+    seed: int = 0,
+    num_requests: int = 120,
+    fields: dict[str, Any] | None = None,
+    every: int = 1,
 ) -> list[tuple[str, int]]:
     """Conversations, two or three at a time; returns each step's requests and tokens.
 
-    `fields`: what each request says of its KV.
+    `fields`: what each request, or one in `every`, says of its KV.
     """
     init_none_hash(sha256)
     hasher, rng = get_request_block_hasher(SIZE, sha256), random.Random(seed)
@@ -124,7 +128,8 @@ def serve(
         prompt += [rng.randrange(1000, 30000) for _ in range(rng.randrange(1, 12))]
         if len(prompt) > 100:
             del prompt[12:]
-        params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=fields)
+        said = fields if number % every == every - 1 else None
+        params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=said)
         engine.add_request(Request(f"r{number}", list(prompt), params, None, block_hasher=hasher))
         while len(engine.requests) > 2 or (number == num_requests - 1 and engine.requests):
             steps += step(engine)
@@ -250,6 +255,45 @@ def test_a_reset_that_vllm_refuses_clears_no_shadow(model: str) -> None:
     assert new_hits(engine, prompt) == {"vllm": 7, "lru": 7, "adaptive": 7}
 
 
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
+def test_the_last_token_of_an_answer_fills_no_block(model: str, num_tokens: int) -> None:
+    """It has no KV, in vLLM as in the shadows; 28 and 4 tokens are 8 blocks, of which 7 are cached."""
+    engine, hasher = scheduler(model, transfer("shadow")), get_request_block_hasher(SIZE, sha256)
+    init_none_hash(sha256)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    first = Request("first", list(range(28)), params, None, block_hasher=hasher)
+    engine.add_request(first)
+    while engine.requests:
+        step(engine)
+    found = new_hits(engine, [*range(28), *first.output_token_ids, *[9] * 9])
+    assert found == dict.fromkeys(("vllm", "lru", "adaptive"), (27 + num_tokens) // SIZE)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "on"])
+def test_a_reset_under_running_requests_leaves_the_books_in_order(model: str, mode: str) -> None:
+    engine = scheduler(model, transfer(mode, hints="all"))
+    serve(engine, num_requests=10)
+    hasher = get_request_block_hasher(SIZE, sha256)
+    fields = {"sage_session": "s", "sage_pin_s": 9}
+    for number in range(6):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args=fields)
+        engine.add_request(Request(f"x{number}", [number] * 20, params, None, block_hasher=hasher))
+    for _ in range(5):
+        step(engine)
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(3):
+        step(engine)
+    engine.finish_requests(["x1", "x5"], RequestStatus.FINISHED_ABORTED)
+    while engine.requests:
+        step(engine)
+    for shadow in engine.connector._comparison.shadows.values():
+        shadow.check()
+        assert shadow.num_held == 0
+    if mode == "on":
+        engine.kv_cache_manager.block_pool.free_block_queue.check()
+    serve(engine, num_requests=20, seed=5)
+
+
 def test_a_prompt_that_must_be_computed_whole_is_reused_by_no_shadow(model: str) -> None:
     engine, prompt = scheduler(model, transfer("shadow")), [5] * 30
     init_none_hash(sha256)
@@ -363,7 +407,7 @@ def test_hints_change_the_order_and_no_answer(model: str) -> None:
     stock = scheduler(model, None)
     plain, ended = (scheduler(model, transfer("on", policy="lru", hints=["session.end"])) for _ in range(2))
     assert serve(plain) == serve(stock)
-    serve(ended, fields=end)
+    serve(ended, fields=end, every=3)
     queue = ended.kv_cache_manager.block_pool.free_block_queue
     queue.check()
     assert queue.num_restarts == 0

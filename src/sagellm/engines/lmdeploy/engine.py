@@ -12,6 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,7 +130,8 @@ class LMDeployEngine:
         except Exception as error:  # noqa: BLE001 - the server must go on
             logger.warning("sageLLM: nothing is swapped any more: %r", error)
             cache, self.cpu_cache, self.guided.paths.on_evict = self.cpu_cache, None, None
-            cache.close()
+            with suppress(Exception):  # what cannot be freed stays taken
+                cache.close()
 
     def _evicting(self, nodes: list[Any]) -> None:
         self._swapping(lambda cache: cache.evicted(nodes))
@@ -199,7 +201,7 @@ class LMDeployEngine:
         if sequence.seq_id not in self._admitted:
             return
         self._admitted.discard(sequence.seq_id)
-        num_tokens = sequence.num_all_ids
+        num_tokens = sequence.num_all_ids - bool(sequence.num_new_tokens)  # the last one drawn has no KV
         path, _ = sequence_path(sequence, num_tokens - num_tokens % self._size)
         self.comparison.ended(str(sequence.seq_id), path, Use(sequence.num_new_tokens))
         report_s = self._settings.report_s

@@ -149,7 +149,9 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _end(self, comparison: Comparison, request: Request, finish: RequestEnd) -> None:
-        comparison.ended(request.request_id, path_of(request.block_hashes), finish.use, finish.said)
+        num_computed = request.num_tokens - bool(request.num_output_tokens)  # the last one drawn has no KV
+        path = path_of(request.block_hashes[: num_computed // self._size])
+        comparison.ended(request.request_id, path, finish.use, finish.said)
 
     def _said(self, request: Request) -> RequestHints:
         """The hints of a request. Wrong ones are ignored, with one warning."""
