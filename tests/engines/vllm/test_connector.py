@@ -7,12 +7,18 @@ import logging
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -24,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -136,15 +142,21 @@ def serve(
     return steps
 
 
-def step(engine: Scheduler) -> list[tuple[str, int]]:
-    """One step; what the connector counted goes to `COUNTED`."""
+def step(engine: Scheduler, transfers: KVConnectorOutput | None = None) -> list[tuple[str, int]]:
+    """One step; what the connector counted goes to `COUNTED`. `transfers`: what workers say of theirs."""
     plan = engine.schedule()
     counts = plan.num_scheduled_tokens
     requests = [engine.requests[name] for name in counts]
     drawn = [[7] if one.num_computed_tokens == one.num_tokens else [] for one in requests]
     positions = {name: index for index, name in enumerate(counts)}
     outputs = engine.update_from_output(
-        plan, ModelRunnerOutput(req_ids=list(counts), req_id_to_index=positions, sampled_token_ids=drawn)
+        plan,
+        ModelRunnerOutput(
+            req_ids=list(counts),
+            req_id_to_index=positions,
+            sampled_token_ids=drawn,
+            kv_connector_output=transfers,
+        ),
     )
     COUNTED.extend(
         found.scheduler_stats.kv_connector_stats
@@ -365,6 +377,102 @@ def test_counts_reach_the_server(model: str, mode: str) -> None:
     assert not total.is_empty()
     total.reset()
     assert total.is_empty()
+
+
+def test_two_loggers_of_a_server_count_the_same_steps_once() -> None:
+    steps = [{"blocks": 5, "reused": {"vllm": 2}, "missed": {"cold": 3}} for _ in range(2)]
+    sums = [SageConnector.build_kv_connector_stats(steps[0]) for _ in range(2)]
+    for total in sums:
+        total.aggregate(SageConnector.build_kv_connector_stats(steps[1]))
+    assert [total.data for total in sums] == 2 * [
+        {"blocks": 10, "reused": {"vllm": 4}, "missed": {"cold": 6}}
+    ]
+    sums[0].reset()
+    assert steps[0] == steps[1]
+
+
+class LateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unused-ignore]
+    """Another connector: it lets blocks go later, and cannot always say at once what it has."""
+
+    late: ClassVar[list[str]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._rng = random.Random(3)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return (None if self._rng.random() < 0.3 else 0), False
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        is_late = bool(block_ids) and self._rng.random() < 0.6
+        self.late.extend([request.request_id] * is_late)
+        return is_late, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids[0])
+
+    def update_state_after_alloc(self, *arguments: Any) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_blocks_that_another_connector_frees_later(model: str, seed: int) -> None:
+    """With aborts, preemptions and hints of all kinds, valid and not."""
+    name, rng, late = "LateConnector", random.Random(seed), LateConnector.late
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, __name__, name)
+    late.clear()
+    members = [{"kv_connector": name, "kv_role": "kv_both"}, transfer("on", hints="all")]
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    engine = scheduler(model, {**config, "kv_connector_extra_config": {"connectors": members}})
+    queue = engine.kv_cache_manager.block_pool.free_block_queue
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(SIZE, sha256)
+    sessions = [[100 + i] * 12 for i in range(8)]
+
+    def freed() -> KVConnectorOutput | None:
+        gone = {name for name in late if rng.random() < 0.3}
+        late[:] = [name for name in late if name not in gone]
+        return KVConnectorOutput(finished_sending=gone) if gone else None
+
+    def advance() -> None:
+        step(engine, freed())
+        queue.check()
+
+    for number in range(120):
+        prompt = rng.choice(sessions)
+        prompt += [rng.randrange(1000) for _ in range(rng.randrange(1, 12))]
+        if len(prompt) > 100:
+            del prompt[12:]
+        kind = rng.choice(["session.end", "session.supersede", "kv.retain", "kv.expect", "no.such"])
+        action = {"action_type": kind, "payload": rng.choice([{}, {"session_id": "s1"}, {"priority": "x"}])}
+        fields = {
+            "sage_session": f"s{rng.randrange(5)}",
+            "sage_hints": json.dumps({"actions": [action]}),
+            "sage_pin_s": rng.choice([0, 1, 1e5, -1]),
+        }
+        params = SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, extra_args=fields)
+        engine.add_request(Request(f"r{number}", list(prompt), params, None, block_hasher=hasher))
+        while len(engine.requests) - len(late) > 3:
+            advance()
+            chosen = rng.choice(sorted(engine.requests))
+            if chosen not in late and rng.random() < 0.05:
+                engine.finish_requests([chosen], RequestStatus.FINISHED_ABORTED)
+    while engine.requests or late:
+        advance()
+    assert engine.kv_cache_manager.block_pool.free_block_queue is queue
+    assert queue.num_restarts == len(queue._finishing) == len(queue._pins) == len(queue._unclaimed) == 0
+    ours = next(each for each in engine.connector._connectors if isinstance(each, SageConnector))
+    assert ours._comparison is not None
+    assert not ours._found
+    for shadow in ours._comparison.shadows.values():
+        shadow.check()
+        assert shadow.num_held == 0
 
 
 def test_counts_of_a_multi_connector(model: str) -> None:

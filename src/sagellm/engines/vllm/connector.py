@@ -221,7 +221,8 @@ class SageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SageStats:
-        return SageStats(data or {})
+        """Counts that a logger adds up. Several loggers get the same `data`, so it stays as it is."""
+        return SageStats(dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
