@@ -20,7 +20,7 @@ import torch
 from sagellm.core.protocols.kv_tiers import KVCodec
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
-from sagellm.kvmgr.kv_pool.codecs import CODECS, int8
+from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS, int8
 
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GROUPS = (32, 64, 128, 256, 1024)

@@ -22,7 +22,7 @@ import redis
 
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, StoredBlock
 from sagellm.core.types import Namespace
-from sagellm.kvmgr.kv_pool.remote import PutOutcome, RemoteOptions, RemoteStore
+from sagellm.kvmgr.kv_pool.tiers.remote import PutOutcome, RemoteOptions, RemoteStore
 
 ROUNDS = 3
 

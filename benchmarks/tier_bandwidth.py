@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from sagellm.core.protocols.kv_tiers import BlockFormat, BlockStorage, ReadOutcome, StoredBlock
 from sagellm.core.types import Namespace
-from sagellm.kvmgr.kv_pool.disk import DiskStorage
-from sagellm.kvmgr.kv_pool.disk_slab import SLAB_FILE, aligned_buffer
-from sagellm.kvmgr.kv_pool.host import HostStorage
+from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import SLAB_FILE, aligned_buffer
+from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 
 MB = 1 << 20
 

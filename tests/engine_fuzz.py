@@ -40,7 +40,7 @@ from sagellm.engines.build import TierSource, build_kv, build_swap, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
-from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
 from tests.builders import PreemptAtRandom, RandomProposer, check_books, expected_tokens, request

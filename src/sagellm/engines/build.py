@@ -40,13 +40,13 @@ from sagellm.engines.native import DEMO_NAME
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention
-from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
-from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
-from sagellm.kvmgr.kv_pool.host import HostStorage
-from sagellm.kvmgr.kv_pool.migrator import KVMigrator
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
-from sagellm.kvmgr.kv_pool.tier import KVTier
+from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
+from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -179,7 +179,7 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
             _slots(config.host_gb, data.bytes_per_block, "host_gb"), block_format
         )
     if config.disk_gb:
-        from sagellm.kvmgr.kv_pool.disk import DiskStorage
+        from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 
         assert config.dir is not None
         num_slots = _slots(config.disk_gb, data.bytes_per_block, "disk_gb")

@@ -17,7 +17,7 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
-from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from tests.tiny_models import save_tiny
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61

@@ -15,11 +15,11 @@ from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, ReadOutcome, Sto
 from sagellm.core.types import TOKEN_BYTES, BlockIds, Namespace, Tokens
 from sagellm.engines.build import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
-from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
-from sagellm.kvmgr.kv_pool.hierarchy import HierarchyManager
-from sagellm.kvmgr.kv_pool.migrator import KVMigrator
-from sagellm.kvmgr.kv_pool.tier import KVTier
+from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 

@@ -314,7 +314,7 @@ class KVTiers(Protocol):
         """Take in what has moved; returns the requests that need not wait any more."""
 
     def give_way(self) -> bool:
-        """Stop all moves, so that the device has the blocks that they hold; False if there were none.
+        """Stop all moves, so that the device has their blocks; False without any.
 
         Waits for the piece that each thread copies, which takes about a millisecond.
         """

@@ -8,7 +8,7 @@ it costs nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from sagellm.core.clock import Clock
@@ -20,6 +20,16 @@ from sagellm.kvmgr.prefix_cache._extents import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 NOTHING = MissCounts()
+FEW_BLOCKS = 16
+
+
+def _hashes_behind(data: bytes, block_bytes: int, namespace: Namespace, first: int) -> Iterator[bytes]:
+    """The hashes of the blocks from `first` on, made as they are asked for: of a new prompt one is."""
+    start, num_blocks = first * block_bytes, FEW_BLOCKS
+    parent = chain(data[:start], block_bytes, namespace)[-1] if first else None
+    while piece := chain(data[start : start + num_blocks * block_bytes], block_bytes, namespace, parent):
+        yield from piece
+        parent, start, num_blocks = piece[-1], start + len(piece) * block_bytes, 2 * num_blocks
 
 
 class MissAttribution:
@@ -69,7 +79,7 @@ class MissAttribution:
             return NOTHING
         first = max(num_hit_blocks, index.lookup(tokens, namespace).num_blocks)
         causes: Counter[str] = Counter()
-        for digest in chain(tokens.tobytes(), index.block_size * TOKEN_BYTES, namespace)[first:]:
+        for digest in _hashes_behind(tokens.tobytes(), index.block_size * TOKEN_BYTES, namespace, first):
             ghost = self._ghosts.get(digest)
             if ghost is None:
                 break

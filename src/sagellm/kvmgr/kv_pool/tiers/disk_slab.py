@@ -16,7 +16,7 @@ import numpy as np
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.disk_folder import OwnedFolder
+from sagellm.kvmgr.kv_pool.tiers.disk_folder import OwnedFolder
 
 log = logging.getLogger("sagellm.kv_tiers")
 ALIGNMENT = 4096

@@ -17,7 +17,7 @@ from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
-from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
 OWNER = "tier index"
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 
-from tests.kvmgr.kv_pool_tiers.stored_blocks import block, open_disk, read, write
+from tests.kvmgr.tiers.storages.stored_blocks import block, open_disk, read, write
 
 NUM_SLOTS = 64
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sagellm.core.errors import KVDataError, MissingExtraError
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.codecs import bytes_of_dtype, check_size
+from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
 
 if TYPE_CHECKING:
     import zstandard

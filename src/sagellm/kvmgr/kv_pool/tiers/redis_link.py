@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError, MissingExtraError, nearest
-from sagellm.kvmgr.kv_pool.circuit_breaker import CircuitBreaker
+from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import CircuitBreaker
 
 if TYPE_CHECKING:
     import redis

@@ -16,9 +16,9 @@ import numpy as np
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import BlockFormat, Buffer, ReadOutcome, StoredBlock
 from sagellm.core.types import Namespace
-from sagellm.kvmgr.kv_pool.disk import DiskStorage
-from sagellm.kvmgr.kv_pool.disk_slab import FreeSpace
-from sagellm.kvmgr.kv_pool.host import HostStorage
+from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import FreeSpace
+from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 
 BLOCK_BYTES = 8192
 FORMAT = BlockFormat(b"weights of tests", BLOCK_BYTES)

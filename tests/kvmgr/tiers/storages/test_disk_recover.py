@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome
-from sagellm.kvmgr.kv_pool.disk import CATALOGUE_FILE
-from sagellm.kvmgr.kv_pool.disk_slab import ALIGNMENT, SLAB_FILE
-from tests.kvmgr.kv_pool_tiers.stored_blocks import (
+from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE
+from tests.kvmgr.tiers.storages.stored_blocks import (
     BLOCK_BYTES,
     FORMAT,
     block,

@@ -15,10 +15,10 @@ import pytest
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import ReadOutcome
-from sagellm.kvmgr.kv_pool.disk import CATALOGUE_FILE
-from sagellm.kvmgr.kv_pool.disk_folder import LOCK_FILE, OwnedFolder
-from sagellm.kvmgr.kv_pool.disk_slab import ALIGNMENT, SLAB_FILE, FreeSpace
-from tests.kvmgr.kv_pool_tiers.stored_blocks import (
+from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
+from sagellm.kvmgr.kv_pool.tiers.disk_folder import LOCK_FILE, OwnedFolder
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, FreeSpace
+from tests.kvmgr.tiers.storages.stored_blocks import (
     BLOCK_BYTES,
     FaultyIO,
     block,
@@ -190,7 +190,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     import resource
     from pathlib import Path
     from sagellm.core.errors import ConfigError
-    from tests.kvmgr.kv_pool_tiers.stored_blocks import block, open_disk, read, write
+    from tests.kvmgr.tiers.storages.stored_blocks import block, open_disk, read, write
     storage = open_disk(Path({str(tmp_path / "tier")!r}))
     storage.recover()
     write(storage, block(0, 0), block(15, 15))
@@ -315,7 +315,7 @@ def test_one_process_owns_a_folder(tmp_path: Path) -> None:
     script = f"""
     from pathlib import Path
     from sagellm.core.errors import ConfigError
-    from tests.kvmgr.kv_pool_tiers.stored_blocks import open_disk
+    from tests.kvmgr.tiers.storages.stored_blocks import open_disk
     try:
         open_disk(Path({str(tmp_path)!r})).close()
         print("opened")

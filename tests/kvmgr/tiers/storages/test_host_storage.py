@@ -11,8 +11,8 @@ import pytest
 
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.protocols.kv_tiers import BlockFormat, BlockStorage, ReadOutcome
-from sagellm.kvmgr.kv_pool.host import HostStorage
-from tests.kvmgr.kv_pool_tiers.stored_blocks import BLOCK_BYTES, FORMAT, block, read, write
+from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
+from tests.kvmgr.tiers.storages.stored_blocks import BLOCK_BYTES, FORMAT, block, read, write
 
 OK, ABSENT, OTHER_TOKENS = ReadOutcome.OK, ReadOutcome.ABSENT, ReadOutcome.OTHER_TOKENS
 
@@ -61,7 +61,7 @@ def test_a_slot_that_is_rewritten_while_read(monkeypatch: pytest.MonkeyPatch) ->
     storage = HostStorage(4, FORMAT)
     write(storage, block(0, 0), block(1, 1))
     between = BetweenCopies(lambda: write(storage, block(0, 0)))
-    monkeypatch.setattr("sagellm.kvmgr.kv_pool.host.np", between)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.tiers.host.np", between)
     assert read(storage, block(0, 0), block(1, 1)) == [OTHER_TOKENS, OK]
     assert read(storage, block(0, 0), block(1, 1)) == [OK, OK]
     storage.close()
@@ -69,7 +69,7 @@ def test_a_slot_that_is_rewritten_while_read(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_slot_that_is_forgotten_while_written(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = HostStorage(4, FORMAT)
-    monkeypatch.setattr("sagellm.kvmgr.kv_pool.host.np", BetweenCopies(lambda: storage.forget([1])))
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.tiers.host.np", BetweenCopies(lambda: storage.forget([1])))
     write(storage, block(0, 0), block(1, 1))
     assert read(storage, block(0, 0), block(1, 1)) == [OK, ABSENT]
     storage.check()

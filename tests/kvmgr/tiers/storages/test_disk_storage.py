@@ -15,8 +15,8 @@ import pytest
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_tiers import BlockFormat, BlockHeader, ReadOutcome
-from sagellm.kvmgr.kv_pool.disk_slab import ALIGNMENT, SLAB_FILE, aligned_buffer
-from tests.kvmgr.kv_pool_tiers.stored_blocks import (
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, aligned_buffer
+from tests.kvmgr.tiers.storages.stored_blocks import (
     BLOCK_BYTES,
     FORMAT,
     FaultyIO,

@@ -11,8 +11,8 @@ from threading import Timer
 import pytest
 
 from sagellm.core.protocols.kv_tiers import ReadOutcome
-from tests.kvmgr.kv_pool_tiers import killed_writer
-from tests.kvmgr.kv_pool_tiers.stored_blocks import open_disk, read, token_hash
+from tests.kvmgr.tiers.storages import killed_writer
+from tests.kvmgr.tiers.storages.stored_blocks import open_disk, read, token_hash
 
 MOST_S = 0.3
 """Blocks are written for a random time up to this."""

@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 from sagellm.core.errors import BookkeepingError, ConfigError, KVDataError
 from sagellm.core.protocols.kv_tiers import BlockFormat, Buffer, KVCodec, ReadOutcome, StoredBlock
-from sagellm.kvmgr.kv_pool.disk_blocks import RAW, BlockMove, SlabBlocks
-from sagellm.kvmgr.kv_pool.disk_catalogue import CatalogueRow, DiskCatalogue
-from sagellm.kvmgr.kv_pool.disk_folder import OwnedFolder
-from sagellm.kvmgr.kv_pool.disk_slab import FreeSpace, Slab, SlabIO
+from sagellm.kvmgr.kv_pool.tiers.disk_blocks import RAW, BlockMove, SlabBlocks
+from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import CatalogueRow, DiskCatalogue
+from sagellm.kvmgr.kv_pool.tiers.disk_folder import OwnedFolder
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import FreeSpace, Slab, SlabIO
 
 log = logging.getLogger("sagellm.kv_tiers")
 CATALOGUE_FILE = "catalogue.sqlite"

@@ -21,9 +21,9 @@ from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
 from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
-from sagellm.kvmgr.kv_pool.arrivals import PrefixArrivals
-from sagellm.kvmgr.kv_pool.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
-from sagellm.kvmgr.kv_pool.tier import KVTier, TierStore
+from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
 MAX_PENDING_BYTES = 1 << 30

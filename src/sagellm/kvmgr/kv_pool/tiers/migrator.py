@@ -23,10 +23,11 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcome, StoredBlock
 from sagellm.core.types import TOKEN_BYTES, Namespace
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 
 log = logging.getLogger("sagellm.tiers")
-CHUNK_BYTES = 4 << 20
-"""Of about ten blocks of a small model: gathering them from each layer costs least from there on."""
+CHUNK_BYTES = 8 << 20
+"""Some twenty blocks of a small model: gathering them from each layer, and two threads of a disk, want as many."""
 HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
 """Chained hashes of the whole blocks of a path, given as int32 bytes from its first token on."""
 
@@ -245,6 +246,6 @@ class KVMigrator:
     def _buffer(self) -> memoryview:
         """This thread's buffer of one chunk."""
         if not hasattr(self._buffers, "chunk"):
-            self._buffers.chunk = memoryview(bytearray(self._blocks_per_chunk * self._block_bytes))
+            self._buffers.chunk = aligned_buffer(self._blocks_per_chunk * self._block_bytes)
         chunk: memoryview = self._buffers.chunk
         return chunk

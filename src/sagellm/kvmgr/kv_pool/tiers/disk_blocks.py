@@ -20,7 +20,7 @@ from sagellm.core.protocols.kv_tiers import (
     KVCodec,
     ReadOutcome,
 )
-from sagellm.kvmgr.kv_pool.disk_slab import ALIGNMENT, Scratch, Slab, aligned
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, Scratch, Slab, aligned
 
 RAW = "raw"
 """The codec of blocks that are stored as they are."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.clock import ManualClock
-from sagellm.kvmgr.kv_pool.circuit_breaker import NUM_SLOTS, ByteBudget, CircuitBreaker
+from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import NUM_SLOTS, ByteBudget, CircuitBreaker
 
 
 def breaker_on(clock: ManualClock) -> CircuitBreaker:

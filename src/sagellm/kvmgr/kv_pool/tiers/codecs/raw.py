@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.codecs import bytes_of_dtype, check_size
+from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
 
 
 class RawCodec:

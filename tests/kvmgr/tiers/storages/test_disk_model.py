@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sagellm.core.protocols.kv_tiers import ReadOutcome
 from tests.effort import examples
-from tests.kvmgr.kv_pool_tiers.stored_blocks import FaultyIO, ZlibCodec, block, open_disk, read, write
+from tests.kvmgr.tiers.storages.stored_blocks import FaultyIO, ZlibCodec, block, open_disk, read, write
 
 NUM_SLOTS = 6
 SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, min_size=1)

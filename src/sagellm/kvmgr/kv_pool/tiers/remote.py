@@ -35,8 +35,8 @@ from sagellm.core.protocols.kv_tiers import (
     ReadOutcome,
     StoredBlock,
 )
-from sagellm.kvmgr.kv_pool.circuit_breaker import ByteBudget, CircuitBreaker
-from sagellm.kvmgr.kv_pool.redis_link import Command, Execute, RedisAddress, RedisLink
+from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import ByteBudget, CircuitBreaker
+from sagellm.kvmgr.kv_pool.tiers.redis_link import Command, Execute, RedisAddress, RedisLink
 
 RAW = "raw"
 """The codec of blocks that are stored as they are."""

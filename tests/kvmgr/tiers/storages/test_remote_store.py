@@ -26,9 +26,9 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError, ConfigError, MissingExtraError
 from sagellm.core.protocols.kv_tiers import HEADER_BYTES, BlockFormat, BlockHeader, ReadOutcome, StoredBlock
 from sagellm.core.types import Namespace
-from sagellm.kvmgr.kv_pool.codecs import CODECS
-from sagellm.kvmgr.kv_pool.remote import PutOutcome, RemoteOptions, RemoteStore
-from tests.kvmgr.resp_server import RespServer
+from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
+from sagellm.kvmgr.kv_pool.tiers.remote import PutOutcome, RemoteOptions, RemoteStore
+from tests.kvmgr.tiers.storages.resp_server import RespServer
 
 SIZE = 4096
 FORMAT = BlockFormat(b"f" * 16, SIZE)

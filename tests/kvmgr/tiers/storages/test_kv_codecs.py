@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError, KVDataError, MissingExtraError, UnknownNameError
 from sagellm.core.protocols.kv_tiers import KVCodec
-from sagellm.kvmgr.kv_pool.codecs import BYTES_OF_DTYPE, CODECS
+from sagellm.kvmgr.kv_pool.tiers.codecs import BYTES_OF_DTYPE, CODECS
 
 DTYPES = sorted(BYTES_OF_DTYPE)
 NAMES = CODECS.names()

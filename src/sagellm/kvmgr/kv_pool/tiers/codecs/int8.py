@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.codecs import bytes_of_dtype, check_size
+from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
 
 GROUP = 64
 """Numbers that share a scale: a row of a head or part of it, so that an outlier costs its neighbours only.

@@ -1,0 +1,1 @@
+"""KV below the device: host memory, a disk, a shared store."""
