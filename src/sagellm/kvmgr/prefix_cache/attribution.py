@@ -24,7 +24,10 @@ FEW_BLOCKS = 16
 
 
 def _hashes_behind(data: bytes, block_bytes: int, namespace: Namespace, first: int) -> Iterator[bytes]:
-    """The hashes of the blocks from `first` on, made as they are asked for: of a new prompt one is."""
+    """The hashes of the blocks from `first` on, made as they are asked for.
+
+    Of a prompt that is new, one is asked for.
+    """
     start, num_blocks = first * block_bytes, FEW_BLOCKS
     parent = chain(data[:start], block_bytes, namespace)[-1] if first else None
     while piece := chain(data[start : start + num_blocks * block_bytes], block_bytes, namespace, parent):
