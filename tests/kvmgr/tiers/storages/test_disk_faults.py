@@ -282,12 +282,18 @@ def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
         open_disk(tmp_path / name)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_permission_denied(tmp_path: Path) -> None:
+    user = os.geteuid()
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match=r"Permission denied.*can write to"):
-        open_disk(tmp_path)
-    tmp_path.chmod(0o700)
+    if user == 0:  # root may write everywhere; another user may not
+        os.chown(tmp_path, 65534, -1)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"Permission denied.*can write to"):
+            open_disk(tmp_path / "tier")
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
 
 
 def test_permission_denied_when_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 
 log = logging.getLogger("sagellm.tiers")
 CHUNK_BYTES = 8 << 20
-"""Some twenty blocks of a small model: gathering them from each layer, and two threads of a disk, want as many."""
+"""Twenty blocks of a small model: gathering them from each layer, and two threads of a disk, want as many."""
 HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
 """Chained hashes of the whole blocks of a path, given as int32 bytes from its first token on."""
 
