@@ -115,11 +115,13 @@ def test_the_states_follow_the_host() -> None:
     assert not passes.states
 
 
-def test_requests_that_are_not_known_keep_their_places_behind() -> None:
+def test_requests_that_are_not_known_keep_their_places() -> None:
+    """At the end of each step's order they would starve, and be preempted first."""
     passes, _ = hosted("priority")
-    enter(passes, "b")
-    order = passes.order(1.0, ["x", "b"], ["y"])
-    assert order == (["b", "x"], [], ["y"])
+    for name, priority in (("b", 0), ("c", 5), ("d", 0), ("e", 5)):
+        enter(passes, name, priority=priority)
+    order = passes.order(1.0, ["x", "b", "y", "c"], ["z", "d", "e"])
+    assert order == (["x", "c", "y", "b"], [], ["z", "e", "d"])
 
 
 @pytest.mark.parametrize(

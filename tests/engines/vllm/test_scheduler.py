@@ -129,6 +129,35 @@ def test_a_goal_that_makes_no_sense_keeps_the_place(model: str, caplog: pytest.L
     assert admissions(engine) == ["a"]
 
 
+def test_fields_of_hostile_shapes_keep_the_place(model: str) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    engine = sage(model, "slo")
+    for number, goal in enumerate((float("inf"), float("nan"), "soon", [1])):
+        add(engine, f"r{number}", [1] * 20, sage_ttft_s=goal)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args={})
+    params.extra_args = {"sage_tenant": nested, "sage_ttft_s": 10**400}  # vLLM's own checks refuse these
+    hasher = get_request_block_hasher(SIZE, sha256)
+    engine.add_request(Request("r4", [1] * 20, params, None, block_hasher=hasher))
+    assert admissions(engine) == ["r0", "r1", "r2", "r3", "r4"]
+    assert engine._passes is not None
+
+
+def test_a_request_that_no_pass_knows_does_not_starve(model: str) -> None:
+    engine = sage(model, "fifo")
+    for number in range(4):
+        add(engine, f"w{number}", [number] * 30, num_tokens=6)
+    add(engine, "wrong", [77] * 30, sage_ttft_s=-5)
+    served = 0
+    while "wrong" in engine.requests:
+        while len(engine.waiting) < 6:
+            served += 1
+            add(engine, f"n{served}", [served] * 30, num_tokens=6)
+        step(engine)
+        assert served < 20
+
+
 def test_an_unknown_strategy_stops_the_start(model: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="adaptive, fair"):
         sage(model, "best")

@@ -189,10 +189,19 @@ class HostedPasses:
         self._move_victim(draft.running)
         chosen = {state.request_id for state in draft.waiting}
         return HostOrder(
-            waiting=[state.request_id for state in draft.waiting] + [n for n in waiting if n not in states],
+            waiting=self._in_places(waiting, draft.waiting),
             deferred=[name for name in waiting if name in states and name not in chosen],
-            running=[state.request_id for state in draft.running] + [n for n in running if n not in states],
+            running=self._in_places(running, draft.running),
         )
+
+    def _in_places(self, names: Sequence[str], ordered: Sequence[RequestState]) -> list[str]:
+        """Ordered requests in the places of those that are known.
+
+        The others keep theirs: at the end of each step's order they would starve.
+        """
+        known = (state.request_id for state in ordered)
+        placed = [next(known, None) if name in self.states else name for name in names]
+        return [name for name in placed if name is not None]
 
     def stepped(self, facts: StepFacts) -> None:
         """The host has computed a step."""
