@@ -40,6 +40,7 @@ from sagellm.engines.build import TierSource, build_kv, build_swap, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
+from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
@@ -187,6 +188,8 @@ class Case:
             tiers=self._tiers(backend, clock),
             clock=clock,
         )
+        if isinstance(kv.tiers, HierarchyManager):  # computing takes longer than any load
+            kv.tiers._costs = PrefillCostModel(self.block_size, seconds_per_token=1.0)
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]
@@ -375,6 +378,8 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
 
 
 def _disturb(draw: random.Random, run: Run, step: int) -> None:
+    if run.engine.kv.tiers is not None and step % 11 == 10:
+        run.engine.clear_cache()  # what comes next is loaded from a tier
     chance = draw.random()
     if chance < 0.03 and run.alive:
         run.fork(draw.choice(run.alive), f"fork {step}")
