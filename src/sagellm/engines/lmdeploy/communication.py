@@ -69,7 +69,7 @@ class Communication:
         return Call(CommOperation(name, label), num_bytes, is_launch, self._clock.now())
 
     def end(self, call: Call) -> None:
-        """After it, also if it failed."""
+        """After it. A collective that failed is counted too; a transfer that failed is not."""
         now_s = self._clock.now()
         count = self.counts.setdefault(call.operation, CallCount())
         count.num_calls += 1
