@@ -490,7 +490,9 @@ def test_counts_of_a_multi_connector(model: str) -> None:
 def test_the_counters_of_a_server(model: str) -> None:
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    metrics = SageConnector.build_prom_metrics(VllmConfig(), kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    metrics = SageConnector.build_prom_metrics(
+        VllmConfig(device_config=DeviceConfig("cpu")), kinds, ["model_name", "engine"], {0: ["m", "0"]}
+    )
     for _ in range(2):
         metrics.observe({"blocks": 5, "reused": {"vllm": 2, "lru": 1}, "missed": {"cold": 3}})
     labels = {"model_name": "m", "engine": "0"}
