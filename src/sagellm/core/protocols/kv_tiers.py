@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
+from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
@@ -240,11 +241,10 @@ class KVArrivals(Protocol):
         None, and no change, if there are none to fill or too few could be made free.
         """
 
-    def publish(self, arrival: Arrival, num_blocks: int) -> int:
+    def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
         """The first `num_blocks` blocks are filled and enter the prefix index.
 
-        The others are free again. Returns how many entered; none, if what comes before them has been evicted
-        meanwhile.
+        The others are free again. Returns how many entered. `use`: of the request that brought them.
         """
 
     def abort(self, arrival: Arrival) -> None:
@@ -284,8 +284,11 @@ class KVTiers(Protocol):
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
 
-    def offer(self, hit: PrefixHit, account: Account = ...) -> None:
-        """A path of the device, pinned now, was computed or used: save it."""
+    def offer(self, hit: PrefixHit, account: Account = ..., use: Use | None = None) -> None:
+        """A path of the device, pinned now, was computed: save it.
+
+        `use`: the request that ends with it; None: the request goes on, and its use counts later.
+        """
 
     def request(
         self,

@@ -299,13 +299,14 @@ class PrefixReuseIndex(Protocol):
     def verify(self, hit: PrefixHit) -> bool:
         """Whether all of the hit is resident now, its tokens compared one by one."""
 
-    def pin(self, hit: PrefixHit) -> PrefixHit:
+    def pin(self, hit: PrefixHit, *, is_use: bool = True) -> PrefixHit:
         """Add one to the reference counts of the hit; returns the hit for `unpin`. If the index changed since
-        the look-up, the hit is looked up again, and may have become shorter."""
+        the look-up, the hit is looked up again, and may have become shorter. `is_use=False`: it is held for a
+        copy, which counts as no use."""
 
-    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE, *, is_use: bool = True) -> None:
         """Take one from the reference counts; raises `BookkeepingError` if the hit is not pinned. `use`: what
-        the eviction policy may know of the request."""
+        the eviction policy may know of the request. `is_use` as in `pin`."""
 
     def insert(
         self,

@@ -291,10 +291,10 @@ class KVCacheManager:
         path = state.request_id, state.tokens, self.namespace_of(state.request.namespace), state.max_reusable
         return self.tiers.request(*path, self._account_of(state), start=start)
 
-    def _save(self, blocks: RequestBlocks) -> None:
-        """Have tiers keep the path of a request, which is pinned."""
+    def _save(self, blocks: RequestBlocks, use: Use | None = None) -> None:
+        """Have tiers keep the path of a request, which is pinned. `use`: it leaves."""
         if self.tiers is not None:
-            self.tiers.offer(blocks.hit, blocks.own.account)
+            self.tiers.offer(blocks.hit, blocks.own.account, use)
 
     # -- preempted requests in host memory
 
@@ -391,11 +391,6 @@ class KVCacheManager:
         With `keep=False` nothing new stays. `ended=False`: it is preempted and will run again.
         """
         blocks, request = self._blocks_of(state, "release"), state.request
-        if keep:
-            self._registrar.register(blocks, state.num_computed)
-            self._save(blocks)
-        else:
-            self._registrar.unpublish_all(blocks)
         use = Use(
             state.num_output_tokens,
             blocks.num_reused_blocks,
@@ -403,6 +398,11 @@ class KVCacheManager:
             request.priority,
             request.slo.ttft_s,
         )
+        if keep:
+            self._registrar.register(blocks, state.num_computed)
+            self._save(blocks, use)
+        else:
+            self._registrar.unpublish_all(blocks)
         self.index.unpin(blocks.hit, use)
         try:
             self.pool.free(*blocks.allocations())

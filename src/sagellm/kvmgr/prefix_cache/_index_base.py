@@ -72,8 +72,8 @@ class IndexBase(ABC, Generic[ExtentType]):
     def num_unpinned_on_path(self, hit: PrefixHit) -> int: ...
 
     @abstractmethod
-    def _pin(self, last: ExtentType, num_blocks: int) -> ExtentType:
-        """Add one to the reference counts of a path. Returns its last extent, which may be new."""
+    def _pin(self, last: ExtentType, num_blocks: int, num_uses: int = 1) -> ExtentType:
+        """Add one to the reference counts of a path, and uses. Returns its last extent, which may be new."""
 
     @abstractmethod
     def _unpin(self, last: ExtentType) -> None:
@@ -111,26 +111,27 @@ class IndexBase(ABC, Generic[ExtentType]):
 
     # -- pins: the reference counts
 
-    def pin(self, hit: PrefixHit) -> PrefixHit:
+    def pin(self, hit: PrefixHit, *, is_use: bool = True) -> PrefixHit:
         hit = self._current(hit)
         last = hit.node
         if not hit.num_blocks or not isinstance(last, self._extent_type):
             return hit
-        listener = last.share.listener
+        listener = last.share.listener if is_use else None
         num_held = hit.num_blocks - self.num_unpinned_on_path(hit) if listener is not None else 0
-        last = self._pin(last, hit.num_blocks)
+        last = self._pin(last, hit.num_blocks, int(is_use))
         if listener is not None:
             listener.found(last, num_held)
         return self._hit(hit.tokens, hit.namespace, last, hit.num_blocks)
 
-    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE, *, is_use: bool = True) -> None:
         last = hit.node
         if not hit.num_blocks or not isinstance(last, self._extent_type):
             return
         if not last.num_ends or last.end_block != hit.num_blocks:
             raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
-        self._touch(last)
-        last.use = use
+        if is_use:
+            self._touch(last)
+            last.use = use
         self._unpin(last)
         if use is not NO_USE and last.share.listener is not None:
             last.share.listener.used(last)

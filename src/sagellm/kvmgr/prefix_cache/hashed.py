@@ -208,10 +208,10 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     # -- pins: the reference counts
 
-    def _pin(self, last: BlockRecord, num_blocks: int) -> BlockRecord:
+    def _pin(self, last: BlockRecord, num_blocks: int, num_uses: int = 1) -> BlockRecord:
         last.num_ends += 1
         for record in last.path():
-            record.num_uses += 1
+            record.num_uses += num_uses
             record.pins += 1
             if record.pins == 1:
                 record.share.num_pinned += 1

@@ -95,11 +95,11 @@ class RadixIndex(IndexBase[Node]):
 
     # -- pins: the reference counts
 
-    def _pin(self, node: Node, num_blocks: int) -> Node:
+    def _pin(self, node: Node, num_blocks: int, num_uses: int = 1) -> Node:
         """Pin a path of `num_blocks`. Splits its last node if the path ends inside; returns the last one."""
         if node.end_block > num_blocks:
             node = self.tree.split(node, num_blocks - node.first_position)
-        node.num_uses += 1
+        node.num_uses += num_uses
         node.num_ends += 1
         self.tree.pin_path(node)
         return node

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.kv_tiers import Arrival
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
@@ -50,7 +51,7 @@ class PrefixArrivals:
         missing = num_blocks - found.num_blocks
         if missing <= 0 or (self._open and self.num_blocks + missing > self._most_blocks):
             return None
-        prefix = index.pin(found)
+        prefix = index.pin(found, is_use=False)
         self._num_epochs += 1
         self.num_changes += 1
         try:
@@ -58,16 +59,16 @@ class PrefixArrivals:
                 self._make_room(missing, account)
             blocks = self._pool.allocate(missing, f"arrival {self._num_epochs}", account)
         except Exception:
-            index.unpin(prefix)
+            index.unpin(prefix, is_use=False)
             raise
         if blocks is None:
-            index.unpin(prefix)
+            index.unpin(prefix, is_use=False)
             return None
         self._open[self._num_epochs] = _Open(prefix, blocks)
         self.num_blocks += missing
         return Arrival(tokens, namespace, found.num_blocks, blocks.block_ids[:], self._num_epochs)
 
-    def publish(self, arrival: Arrival, num_blocks: int) -> int:
+    def publish(self, arrival: Arrival, num_blocks: int, use: Use = NO_USE) -> int:
         found = self._close(arrival)
         if not 0 <= num_blocks <= len(arrival.block_ids):
             raise BookkeepingError(
@@ -83,15 +84,15 @@ class PrefixArrivals:
             )
             num_known = max(0, whole.num_existing - arrival.first)
             self._pool.hand_over(blocks, num_known, num_blocks, self._owner)
-            index.unpin(whole.hit)
+            index.unpin(whole.hit, use)
             entered = num_blocks - num_known
-        index.unpin(found.prefix)
+        index.unpin(found.prefix, is_use=False)
         self._pool.free(blocks)
         return entered
 
     def abort(self, arrival: Arrival) -> None:
         found = self._close(arrival)
-        self._index.unpin(found.prefix)
+        self._index.unpin(found.prefix, is_use=False)
         self._pool.free(found.blocks)
 
     def _close(self, arrival: Arrival) -> _Open:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
+from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
@@ -85,27 +85,25 @@ class HierarchyManager:
 
     # -- down
 
-    def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT) -> None:
+    def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT, use: Use | None = None) -> None:
         if not hit.num_blocks:
             return
         stores: dict[Tier, TierStore] = {}
         for tier in self.tiers:
-            known = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
-            tier.touch(known)
-            if known.num_blocks == hit.num_blocks:
-                continue
-            missing = (hit.num_blocks - known.num_blocks) * self._block_bytes
-            if self._migrator.num_pending_bytes + missing > MAX_PENDING_BYTES:
-                self.num_dropped += hit.num_blocks - known.num_blocks
-                continue
-            store = tier.begin_store(hit.tokens, hit.namespace, hit.num_blocks, account)
+            missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
+            num_bytes = self._migrator.num_pending_bytes + missing * self._block_bytes
+            has_time = num_bytes <= MAX_PENDING_BYTES
+            self.num_dropped += 0 if has_time else missing
+            store = tier.begin_store(
+                hit.tokens, hit.namespace, hit.num_blocks, account, use, has_time=has_time
+            )
             if store is not None:
                 stores[tier.tier] = store
         if stores:
             self._send_down(hit, stores)
 
     def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> None:
-        pinned = self._index.pin(hit)
+        pinned = self._index.pin(hit, is_use=False)
         positions = sorted({position for store in stores.values() for position in store.positions})
         offset_of = {position: offset for offset, position in enumerate(positions)}
         ids = self._index.block_ids(pinned)
@@ -168,7 +166,7 @@ class HierarchyManager:
         for plan, load in self._unstarted:
             if load.request_id == request_id:
                 self._unstarted.remove((plan, load))
-                load.tier.index.unpin(load.source)
+                load.tier.index.unpin(load.source, is_use=False)
                 self.arrivals.abort(load.arrival)
                 return
 
@@ -215,7 +213,7 @@ class HierarchyManager:
                 if error and not tier.fault:
                     log.warning("the tier %s is not used any more: %s", tier.tier, error)
                 tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)
-        self._index.unpin(store.hit)
+        self._index.unpin(store.hit, is_use=False)
 
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)

@@ -27,7 +27,7 @@ class TierStore:
     """Blocks on their way into a tier: positions of a path, and their slots.
 
     `repaired`: the leading positions, whose slots are in the index and hold damaged bytes. The others are
-    those of `arrival`. `prefix` is pinned.
+    those of `arrival`. `prefix` is pinned. `use`: of the request that ends with the path; None: it goes on.
     """
 
     positions: list[int]
@@ -35,6 +35,7 @@ class TierStore:
     prefix: PrefixHit
     num_repaired: int
     arrival: Arrival | None
+    use: Use | None
 
 
 class KVTier:
@@ -63,49 +64,55 @@ class KVTier:
                 return self.index.lookup(tokens, namespace, position * self.index.block_size)
         return hit
 
-    def touch(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        """A request used this path, here or on the device."""
-        if hit.num_blocks:
-            self.index.unpin(self.index.pin(hit), use)
-
     # -- down
 
     def begin_store(
-        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = NO_ACCOUNT
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_blocks: int,
+        account: Account = NO_ACCOUNT,
+        use: Use | None = None,
+        *,
+        has_time: bool = True,
     ) -> TierStore | None:
         """Reserve slots for what is missing or damaged of a prefix.
 
-        None if nothing is, or if there is no room.
+        Counts the use of what is there. None if nothing is missing, or if there is no room, or no time (`has_time`).
         """
-        if self.fault:
-            return None
-        prefix = self.index.pin(self.index.lookup(tokens, namespace, num_blocks * self.index.block_size))
+        is_use = use is not None
+        prefix = self.index.lookup(tokens, namespace, num_blocks * self.index.block_size)
+        prefix = self.index.pin(prefix, is_use=is_use)
         slots = self.index.block_ids(prefix)
         damaged = [i for i, slot in enumerate(slots) if slot in self._damaged] if self._damaged else []
-        arrival = self.arrivals.begin_receive(tokens, namespace, num_blocks, account)
-        if arrival is None and not damaged:
-            self.index.unpin(prefix)
+        arrival = None
+        if has_time and not self.fault:
+            arrival = self.arrivals.begin_receive(tokens, namespace, num_blocks, account)
+        if arrival is None and (self.fault or not has_time or not damaged):
+            self.index.unpin(prefix, use or NO_USE, is_use=is_use)
             return None
         positions, targets = damaged, [slots[i] for i in damaged]
         if arrival is not None:
             positions = damaged + list(range(arrival.first, arrival.first + len(arrival.block_ids)))
             targets += arrival.block_ids
-        return TierStore(positions, targets, prefix, len(damaged), arrival)
+        return TierStore(positions, targets, prefix, len(damaged), arrival, use)
 
     def end_store(self, store: TierStore, num_written: int, error: str = "") -> None:
         """The first `num_written` blocks are written."""
         self._damaged.difference_update(store.slots[: min(num_written, store.num_repaired)])
         num_new = max(0, num_written - store.num_repaired)
+        use, num_entered = store.use or NO_USE, 0
         if store.arrival is not None:
-            self.num_stored += self.arrivals.publish(store.arrival, num_new)
-        self.index.unpin(store.prefix)
+            num_entered = self.arrivals.publish(store.arrival, num_new, use)
+        self.num_stored += num_entered
+        self.index.unpin(store.prefix, NO_USE if num_entered else use, is_use=store.use is not None)
         self.fault = self.fault or error
 
     # -- up
 
     def begin_load(self, hit: PrefixHit) -> PrefixHit:
         """Hold a path while its slots are read."""
-        return self.index.pin(hit)
+        return self.index.pin(hit, is_use=False)
 
     def end_load(self, hit: PrefixHit, first: int, num_read: int, outcome: ReadOutcome) -> None:
         """Behind block `first`, `num_read` blocks were right; `outcome` is of the next."""
@@ -113,7 +120,7 @@ class KVTier:
             self._damaged.add(self.index.block_ids(hit)[first + num_read])
             self.misses[outcome] += 1
         self.num_loaded += num_read
-        self.index.unpin(hit)
+        self.index.unpin(hit, is_use=False)
 
     # -- after a restart
 
