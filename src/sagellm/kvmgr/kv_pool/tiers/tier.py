@@ -78,7 +78,7 @@ class KVTier:
     ) -> TierStore | None:
         """Reserve slots for what is missing or damaged of a prefix.
 
-        Counts the use of what is there. None if nothing is missing, or if there is no room, or no time (`has_time`).
+        Counts the use of what is there. None if nothing is missing, if there is no room, or without `has_time`.
         """
         is_use = use is not None
         prefix = self.index.lookup(tokens, namespace, num_blocks * self.index.block_size)
