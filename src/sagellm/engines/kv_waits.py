@@ -11,14 +11,14 @@ from sagellm.engines.request_table import WAITING, RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 
 MAX_ASKED = 8
-"""Requests for which tiers are asked in one step: a burst must not hold up the others."""
+"""Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 
 
 class KVWaits:
     """Asks tiers for each waiting request, and holds it back while its KV comes.
 
-    Others are planned meanwhile. A request for which there is no room on the device is asked again when
-    another's KV has come; if none is coming, it computes its prompt.
+    Other requests are planned meanwhile. For a request without room on the device the tiers are asked again
+    when another's KV has come; if none is coming, it computes its prompt.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
@@ -37,7 +37,7 @@ class KVWaits:
             self._tiers.cancel(state.request_id)
 
     def advance(self, *, start: bool) -> None:
-        """Take in what has come, and ask for more; see `KVTiers.request` for `start`."""
+        """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`."""
         came = self._tiers.poll()
         for request_id in came:
             state = self._coming.pop(request_id, None)
@@ -65,14 +65,14 @@ class KVWaits:
             self._table.kv_arrived(state)
 
     def give_way(self) -> bool:
-        """Have the device back the blocks that moves hold; False if there were none."""
+        """Stop all moves, which frees their device blocks; False without any."""
         if not self._tiers.give_way():
             return False
         self.advance(start=True)
         return True
 
     def settle(self) -> None:
-        """Wait until nothing moves any more."""
+        """Wait for all moves, and release the requests that waited for them."""
         self._tiers.start_loads()
         while not self._tiers.is_idle:
             self._tiers.wait(1.0)

@@ -3,11 +3,12 @@
 A tier (host memory, a disk) is a prefix index and a pool of slots, owned by the engine's thread, and a
 `BlockStorage`, whose calls copy bytes on worker threads:
 
-    move_id = tiers.submit(...)          returns at once
-    for report in tiers.poll(): ...      never blocks
+    tiers.offer(hit)                     saves a path; returns at once
+    tiers.request(request_id, ...)       loads what the device lacks of a prompt; returns at once
+    for request_id in tiers.poll(): ...  requests that need not wait any more; never blocks
 
 A stored block describes itself by a `BlockHeader`. What does not verify when it is read is a miss, counted by
-its `ReadOutcome`, and dropped; it is never an answer. Blocks that come back, from a tier or from another
+its `ReadOutcome`; a request never uses it. Blocks that come back, from a tier or from another
 instance, enter the device through `KVArrivals`.
 """
 
@@ -213,7 +214,7 @@ class Arrival:
     """Blocks of the device that are being filled for a prefix.
 
     `block_ids` are those from block `first` of `tokens` on. They belong to the arrival until `publish` or
-    `abort`. `epoch` is of this arrival alone: data of an aborted one that comes late names another.
+    `abort`. `epoch` is unique, so late data of an aborted arrival can be told apart.
     """
 
     tokens: Tokens
@@ -228,10 +229,10 @@ class KVArrivals(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Counts changes of the index, for `KVQuotes.version`."""
+        """Grows with each arrival that begins or is published, for `KVQuotes.version`."""
 
     def serve(self, make_room: Callable[[int, Account], None], owner: str) -> None:
-        """Set how room is made, and the owner of blocks in the index."""
+        """Set how room is made, and the index's name as an owner."""
 
     def begin_receive(
         self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = ...
@@ -244,11 +245,12 @@ class KVArrivals(Protocol):
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
         """The first `num_blocks` blocks are filled and enter the prefix index.
 
-        The others are free again. Returns how many entered. `use`: of the request that brought them.
+        The others are free again. Returns how many entered: fewer, if others have
+        computed the same blocks meanwhile. `use`: of the request that brought them.
         """
 
     def abort(self, arrival: Arrival) -> None:
-        """Nothing comes, and no thread may write to the blocks any more."""
+        """Free the blocks, to which no thread may write any more."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where blocks and arrivals do not add up."""
@@ -258,7 +260,7 @@ class TierState(NamedTuple):
     """Counts of one tier, in blocks.
 
     `cached` of `total` slots hold blocks. `stored`, `loaded` and `evicted` count since the start; `misses`:
-    blocks that were there and did not verify, by `ReadOutcome`.
+    blocks that were there and did not verify, by `ReadOutcome`. `fault`: why nothing is written any more.
     """
 
     tier: Tier
@@ -272,9 +274,9 @@ class TierState(NamedTuple):
 
 
 class KVTiers(Protocol):
-    """Memory below the device. For the engine's thread; `wait` and `give_way` alone wait.
+    """Memory below the device. For the engine's thread.
 
-    `arrivals` are the device's.
+    Only `wait`, `give_way` and `close` block. `arrivals` are the device's.
     """
 
     @property
@@ -311,15 +313,15 @@ class KVTiers(Protocol):
         """Begin the loads that were requested with `start=False`."""
 
     def cancel(self, request_id: str) -> None:
-        """The request has gone."""
+        """The request has ended: its load stops. Unknown ids are ignored."""
 
     def poll(self) -> Sequence[str]:
-        """Take in what has moved; returns the requests that need not wait any more."""
+        """Take in finished moves; returns ids of requests that need not wait."""
 
     def give_way(self) -> bool:
-        """Stop all moves, so that the device has their blocks; False without any.
+        """Stop all moves, which frees their device blocks; False without any.
 
-        Waits for the piece that each thread copies, which takes about a millisecond.
+        Waits for the chunk that each thread is copying, about a millisecond.
         """
 
     def wait(self, timeout_s: float) -> bool:
@@ -329,7 +331,7 @@ class KVTiers(Protocol):
         """The tiers, the nearest first."""
 
     def faults(self) -> Sequence[str]:
-        """The tiers that are not used any more, and why. For any thread."""
+        """The tiers that have failed, and why. For any thread."""
 
     def close(self) -> None: ...
 

@@ -5,8 +5,8 @@
     poll()            what has arrived is in the device's index, what was written in its tier's; never blocks
 
 Device blocks are pinned while they are read, so a step cannot evict or overwrite them. Blocks that come up
-belong to an arrival until all of them are there. A tier that fails is left out from then on, with one line in
-the log; the engine goes on without it.
+belong to an arrival until all of them are there. A tier whose write fails is not written any more, with one
+line in the log; what it cannot read is a miss, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
 MAX_PENDING_BYTES = 1 << 30
-"""What may be on its way down at a time; what comes beyond that is not saved."""
+"""Bytes of all moves under way, beyond which nothing more is saved."""
 FIRST_BYTES_PER_S = 1e9
-"""Of a tier from which nothing has been read yet."""
+"""Assumed bandwidth of a tier from which nothing has been read yet."""
 LATENCY_S = 1e-3
-"""Of a load, before its first byte."""
+"""Assumed time of a load before its first byte."""
 FEWEST_MEASURED_BYTES = 1 << 20
 """Loads of fewer bytes say nothing about bandwidth."""
 REGAINED = 1.05
-"""A tier that was slow once is tried again: each load that is not worth it makes it seem faster by this."""
+"""Each load that is refused raises the assumed bandwidth of its tier by this factor, up to
+`FIRST_BYTES_PER_S`, so that a tier that was slow once is tried again."""
 
 
 @dataclass(slots=True)
@@ -59,9 +60,9 @@ class _Load:
 class HierarchyManager:
     """Implements `KVTiers`: owns the tiers below one device, and the moves under way.
 
-    `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` prices
-    computing blocks again; blocks come up where that takes longer than loading them. `num_dropped` counts
-    blocks that were not saved, since too much was on its way down.
+    `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` says how long
+    computing blocks again takes; they are loaded if that is faster. `num_dropped` counts blocks that were not
+    saved, since too many bytes were under way (`MAX_PENDING_BYTES`).
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class HierarchyManager:
         plan = MigrationPlan(
             self._path(tokens, found.num_blocks), namespace, positions, tier.tier, slots, (target,)
         )
-        self._move_of[request_id] = 0
+        self._move_of[request_id] = 0  # until `start_loads`; ids of moves begin at 1
         self._unstarted.append((plan, load))
         if start:
             self.start_loads()
@@ -224,7 +225,7 @@ class HierarchyManager:
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
 
     def give_way(self) -> bool:
-        self.start_loads()
+        self.start_loads()  # so that these end by a report, too
         if not self._stores and not self._loads:
             return False
         for move_id in (*self._stores, *self._loads):

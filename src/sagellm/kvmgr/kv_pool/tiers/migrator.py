@@ -27,7 +27,7 @@ from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 
 log = logging.getLogger("sagellm.tiers")
 CHUNK_BYTES = 8 << 20
-"""Twenty blocks of a small model: gathering them from each layer, and two threads of a disk, want as many."""
+"""About twenty blocks of a small model: with fewer, gathering them from the layers and the disk are slow."""
 HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
 """Chained hashes of the whole blocks of a path, given as int32 bytes from its first token on."""
 
@@ -36,7 +36,7 @@ HashesOf = Callable[[bytes, Namespace], Sequence[bytes]]
 class MoveTarget:
     """Where blocks of a plan go.
 
-    `offsets` in the positions of the plan, and the block or slot of each.
+    `offsets`: ascending indices into the plan's `positions`; `block_ids`: the block or slot for each.
     """
 
     tier: Tier
@@ -66,7 +66,7 @@ class MigrationReport:
 
     `num_read`: leading positions that were read and verified; `outcome`: of the first one that was not.
     `num_written`: by tier, how many of the leading blocks of its target were written. `errors`: by tier, why
-    the others were not. `num_bytes` were read in `spent_s`.
+    the others were not. `num_bytes` were read; `spent_s` is the time of the whole move, writes included.
     """
 
     move_id: int
@@ -143,7 +143,7 @@ class KVMigrator:
         return reports
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a report or nothing moves; False if it takes longer."""
+        """Wait until there is a report or nothing is under way; False after `timeout_s`."""
         return self.is_idle or self._has_done.wait(timeout_s)
 
     def close(self) -> None:
