@@ -1,7 +1,7 @@
 """`Comparison`: what the host reuses, and what other caches of its size would.
 
-They are `ShadowCache`s: one with LRU, one with our policy, and one with the policy for each kind of hint that
-the settings name, so that a report says what each kind wins or loses.
+The other caches are `ShadowCache`s: one with LRU, one with our policy, one with the policy for each kind of
+hint that the settings name, and one with all of these kinds, if there are several. A report compares them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.guests.shadow_cache import ReuseCount, ShadowCache
 
 JUDGED_TOKENS = 160_000
-"""The guard judges after so many tokens of prompts."""
+"""From so many tokens of prompts on, the guard judges at each request."""
 MAX_LOSS = 0.01
-"""Of all blocks of prompts: further than this behind LRU's shadow, the policy is switched off."""
+"""Share of all blocks of prompts by which the policy's shadow may be behind LRU's."""
 
 
 class Guide(Protocol):
-    """What has taken the order of eviction over."""
+    """Decides what the host evicts, until `give_back`."""
 
     @property
     def is_guided(self) -> bool: ...
 
     def give_back(self, reason: str) -> None:
-        """The host's own order from now on."""
+        """Give the host its own order back, for good; the log has the reason."""
 
 
 class Comparison:
-    """Counts of one cache of the host, and the guard of its `guide`. None: nothing was taken over.
+    """Counts reuse in one cache of the host, and guards its `guide`.
 
-    `shadows` by name; `decider` is that of the policy with all hints of the settings. `misses`: why blocks of
-    prompts were computed, by the shadow whose order was in force.
+    `guide` is None where the host decides. `capacity` in blocks of `block_size` tokens of the host;
+    `block_tokens`: int32s that name a block in a path. `shadows` by name; `decider` names the one with the
+    policy and all hints of the settings. `misses`: why blocks of prompts were computed, by the shadow whose
+    order was in force.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class Comparison:
     ) -> None:
         """A request begins.
 
-        It reuses `num_found` blocks of a prompt of `num_tokens`; `prompt` has the whole blocks. Not
-        `reads_cache`: it computes the whole prompt whatever is cached, so no shadow may reuse more.
+        It reuses `num_found` blocks of a prompt of `num_tokens`; `prompt` has the whole blocks. With
+        `reads_cache=False` it computes the whole prompt whatever is cached, so shadows count no hits either.
         """
         most = (num_tokens - 1) // self._block_size if reads_cache else 0
         self.reuse.add(num_tokens // self._block_size, num_found)
@@ -101,7 +103,7 @@ class Comparison:
         self._judge()
 
     def ended(self, request_id: str, path: Tokens, use: Use = NO_USE, said: RequestHints = NO_HINTS) -> None:
-        """The request ends with this path, its prompt's and its output's."""
+        """The request ends; `path`: the cached blocks of its prompt and output. `said`: its hints."""
         for shadow in self.shadows.values():
             shadow.finish(request_id, path, use, said)
         if self.settings.report_s and self._clock.now() - self._reported_s >= self.settings.report_s:
@@ -113,9 +115,9 @@ class Comparison:
             shadow.clear()
 
     def _judge(self) -> None:
-        """Give the host its own order back where the policy loses.
+        """Give the host its own order back if the policy loses to LRU.
 
-        Shadow is compared with shadow; the host counts blocks of running requests at other moments.
+        Compares two shadows, since the host counts blocks of running requests at other moments.
         """
         lru, ours = self.shadows["lru"].reuse, self.shadows[self.decider].reuse
         num_blocks, behind = ours.num_blocks, lru.num_hits - ours.num_hits
@@ -132,7 +134,7 @@ class Comparison:
         return self.guide is not None and self.guide.is_guided
 
     def report(self) -> None:
-        """One line in the log."""
+        """Write the report, one line, into the log."""
         self._reported_s, misses = self._clock.now(), self.misses
         shadows = ", ".join(
             f"{name} {shadow.reuse.ratio:.2%} ({shadow.reuse.num_hits - self.reuse.num_hits:+d} blocks)"

@@ -1,8 +1,8 @@
 """Hints of clients about their KV, passed on by a host.
 
-Three fields of a request: `sage_session` (a name of its session), `sage_hints`
-(an envelope of `docs/kv_hints.md`, as an object or as JSON text) and `sage_pin_s` (seconds for which the
-prompt and its answer go last). They change the order of eviction and nothing else.
+Three fields of a request: `sage_session` (a name of its session), `sage_hints` (an envelope of
+`docs/kv_hints.md`, as an object or as JSON text) and `sage_pin_s` (seconds for which the prompt and its
+answer are evicted last). They change the order of eviction and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_HINTS_CHARACTERS = 65_536
 
 
 class RequestHints(NamedTuple):
-    """What one request says. Each action stands beside its kind."""
+    """The hints of one request. `actions`: pairs of a kind (of `HINT_KINDS`) and an action of that kind."""
 
     session_id: str | None = None
     actions: tuple[tuple[str, KVHintAction], ...] = ()
@@ -47,7 +47,7 @@ NO_HINTS = RequestHints()
 def hints_of(fields: Any) -> RequestHints:
     """The hints among the fields of a request.
 
-    Clients may send anything. Raises `RequestError` naming the field that is wrong, and nothing else.
+    Clients may send anything. Raises only `RequestError`, which names the field that is wrong.
     """
     if not isinstance(fields, Mapping):
         raise RequestError(f"the fields of a request must be an object, got {type(fields).__name__}", SESSION)
@@ -82,14 +82,14 @@ def _envelope(given: Any) -> KVHintsEnvelope:
 
 
 def as_they_are(namespace: Namespace) -> Namespace:
-    """For an index whose namespaces are those of the requests."""
+    """The namespace itself: for an index that has the namespaces of the requests."""
     return namespace
 
 
 class HintedIndex:
     """Applies the hints of requests that end to one prefix index.
 
-    `kinds`: those of `HINT_KINDS` that it heeds. `namespace_of`: where the index has a tenant's paths.
+    `kinds`: those of `HINT_KINDS` that it heeds. `namespace_of`: a request's namespace in the index.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HintedIndex:
         self._hints = KVHints(index, namespace_of, clock.now)
 
     def ended(self, said: RequestHints, path: Tokens, namespace: Namespace) -> None:
-        """A request has ended with this path, and no longer holds it. `namespace` has its tenant."""
+        """A request has ended with this path, and no longer pins it. `said`: its hints."""
         if not self._kinds:
             return
         self._hints.expect(())  # ends expectations whose time is over

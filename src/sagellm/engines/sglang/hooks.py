@@ -3,8 +3,8 @@
     SAGELLM_SCHEDULING='{"strategy": "fair", "options": {}}' sglang serve --model-path MODEL
 
 SGLang calls its plug-ins in every process; hooks are registered only in those that have loaded its
-scheduler. A missing name, a setting that cannot be, or a pass that fails: SGLang keeps its own order, and the
-log has one warning.
+scheduler. If this SGLang lacks a name, a setting is invalid or a pass fails, SGLang keeps its own order, and
+the log has one warning.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ SCHEDULER_NAMES = (
     "result_queue", "chunked_req", "tree_cache", "token_to_kv_pool_allocator", "dllm_config",
     "schedule_low_priority_values_first", "is_hybrid_swa", "is_hybrid_ssm", "policy",
 )  # fmt: skip
+"""Attributes of SGLang's scheduler that `RequestOrder` or `refusal_of` read."""
 
 
 class SGLangClock:
-    """The clock of SGLang's own times of requests."""
+    """SGLang's monotonic clock, from which it takes the times of requests."""
 
     def now(self) -> float:
         return float(monotonic_time())
@@ -47,7 +48,7 @@ class SGLangClock:
 def scheduling_of(environment: Mapping[str, str]) -> SchedulingSettings | None:
     """The settings in `SAGELLM_SCHEDULING`; None if it is not set.
 
-    Raises `SageError` for what is not known.
+    Raises `SageError` for an invalid setting.
     """
     text = environment.get(VARIABLE)
     if not text:
@@ -64,8 +65,8 @@ def scheduling_of(environment: Mapping[str, str]) -> SchedulingSettings | None:
 def register_scheduling(environment: Mapping[str, str], clock: Clock | None = None) -> SchedulingHooks | None:
     """Register hooks as the environment says; returns None if nothing was registered.
 
-    Raises `SageError` for settings that are not known, `ImportError` or `AttributeError` where a name of
-    SGLang has moved; then no hook is registered.
+    Raises `SageError` for an invalid setting, `ImportError` or `AttributeError` if this SGLang lacks a name;
+    then no hook is registered.
     """
     settings = scheduling_of(environment)
     if settings is None or SCHEDULER_MODULE not in sys.modules:
@@ -82,7 +83,7 @@ def register_scheduling(environment: Mapping[str, str], clock: Clock | None = No
 class SchedulingHooks:
     """The hooks of one process, and the order of its scheduler's requests.
 
-    `order` is None before the scheduler is made, where passes are refused, and after a failure.
+    `order` is None before the scheduler is made, if it is refused (`refusal_of`), and after a failure.
     """
 
     def __init__(self, settings: SchedulingSettings, clock: Clock) -> None:
@@ -103,7 +104,7 @@ class SchedulingHooks:
     # -- hooks; AFTER hooks return None to keep SGLang's result
 
     def after_init_policy(self, result: Any, scheduler: Any) -> None:
-        """A scheduler has its policy: order its requests, if that can be."""
+        """A scheduler has been made: order its requests, unless `refusal_of` has a reason."""
         self.order = None
         try:
             refusal = refusal_of(scheduler)
@@ -121,7 +122,7 @@ class SchedulingHooks:
     def around_admission(
         self, original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any
     ) -> Any:
-        """SGLang admits requests; in the end its queue is in its own order again."""
+        """SGLang admits requests in our order; then its own order is restored."""
         order = self.order if self._is_of(scheduler) else None
         if order is None:
             return original(scheduler, *args, **options)
@@ -170,7 +171,7 @@ class SchedulingHooks:
         return self.order is not None and self.order.scheduler is scheduler
 
     def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns. An error gives SGLang its own order back, for good, and returns None."""
+        """The call's result. An error gives SGLang its own order back, for good; then None."""
         try:
             return call(*arguments)
         except Exception as error:

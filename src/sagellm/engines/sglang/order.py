@@ -4,7 +4,8 @@ Before SGLang admits requests, its own policy orders its waiting queue, and the 
 after that the queue is in SGLang's order again. Where KV memory is short, the passes also say which running
 request is retracted first. Admission, chunks and memory stay SGLang's.
 
-A request says more of itself in `custom_params`: `sage_tenant`, `sage_class`, `sage_ttft_s`, `sage_tpot_s`.
+A request states its tenant, class and latency goals in `custom_params`: `sage_tenant`, `sage_class`,
+`sage_ttft_s`, `sage_tpot_s`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ Scheduler = Any
 Req = Any
 """SGLang's `Req`."""
 MAX_VICTIMS = 64
-"""Victims that a rule names at a time; SGLang retracts a few, and each costs a look at all others."""
+"""Victims that a rule names at a time: SGLang retracts a few, and each takes a pass over all others."""
 MAX_PRIORITY = 1 << 31
 """Clients may send any integer; the passes compute with floats."""
 MAX_IN_FLIGHT = 8
-"""Steps whose times are awaited; SGLang has at most two."""
+"""Planned steps without a result that are remembered; SGLang has at most two."""
 
 
 class SGLangKV:
-    """What SGLang's allocator and prefix cache tell. `requests`: those that are known, by id."""
+    """`HostKV` of SGLang's allocator and prefix cache. `requests`: the known ones, by id."""
 
     def __init__(self, scheduler: Scheduler, requests: Mapping[str, Req]) -> None:
         self._cache, self._allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -71,8 +72,8 @@ class SGLangKV:
 class RequestOrder:
     """The order of one scheduler's requests.
 
-    Every method may raise; its caller then uses SGLang's own order (see `SchedulingHooks`). Raises
-    `AttributeError` for a scheduler that lacks a name.
+    Every method may raise; its caller then uses SGLang's own order (see `SchedulingHooks`). The constructor
+    raises `AttributeError` for a scheduler that lacks a name.
     """
 
     def __init__(self, scheduler: Scheduler, settings: SchedulingSettings, clock: Clock) -> None:
@@ -106,10 +107,9 @@ class RequestOrder:
         self._is_admitting = True
 
     def arrange(self, queue: list[Req], running: Sequence[Req]) -> None:
-        """Reorder the waiting queue in place, and take out requests that wait on.
+        """Reorder the waiting queue in place, and remove the requests that the passes defer.
 
-        These stay in the queue, at its end, outside of an admission; if nothing else could run, they are
-        admitted all the same.
+        Outside an admission, and if nothing else could run, deferred requests stay, at the end of the queue.
         """
         own = list(queue)
         order = self._ordered(own, self._with_chunked(running))
@@ -187,7 +187,7 @@ class RequestOrder:
             return
         began_s, num_decodes, num_prefill_tokens = self._steps.popleft()
         now_s = self._clock.now()
-        duration_s = now_s - max(began_s, self._stepped_s)  # steps overlap: one begins before the last ends
+        duration_s = now_s - max(began_s, self._stepped_s)  # with overlap, it began before the last one ended
         self._stepped_s = now_s
         self.passes.stepped(StepFacts(duration_s, num_decodes, num_prefill_tokens))
 
@@ -206,7 +206,7 @@ class RequestOrder:
     # -- following requests
 
     def _ordered(self, waiting: Sequence[Req], running: Sequence[Req]) -> HostOrder:
-        """What the passes say now. Running requests are given in the order of before, new ones last."""
+        """The order by the passes. They get running requests in their last order, new ones at the end."""
         self._forget(self._present(waiting, running))
         for req in (*waiting, *running):
             if req.rid not in self.requests:
@@ -280,14 +280,14 @@ def our_request(
     """A request of SGLang as one of ours.
 
     `prefers_low`: lower values of `priority` are served first. `custom`: in place of the request's own
-    `custom_params`. Raises `RequestError` or `TypeError` for goals or names that make no sense.
+    `custom_params`. Raises `SageError`, `TypeError` or `ValueError` for invalid `custom_params`.
     """
     params, times = req.sampling_params, req.time_stats
     priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, req.priority or 0))
     given = custom if custom is not None else params.custom_params or {}
     if not isinstance(given, Mapping):
         raise TypeError(f"custom_params must be an object, got {type(given).__name__}")
-    ids = np.asarray(req.origin_input_ids, dtype=np.int64).astype(np.int32)  # ids of images are cut
+    ids = np.asarray(req.origin_input_ids, dtype=np.int64).astype(np.int32)  # truncates ids of images
     return Request(
         req.rid,
         Tokens.frombytes(ids.tobytes()) if len(ids) else Tokens([0]),

@@ -1,6 +1,6 @@
 """Reused blocks and causes of misses on the `/metrics` of vLLM.
 
-`SageConnector` counts in the scheduler's process; vLLM carries the counts of each step to its server. There
+`SageConnector` counts in the scheduler's process; vLLM sends the counts of each step to its server. There
 they become three Prometheus counters beside vLLM's own, and a part of its periodic log line.
 """
 
@@ -23,7 +23,7 @@ NAMES = {BLOCKS: "sagellm_prompt_blocks", REUSED: "sagellm_reused_blocks", MISSE
 
 @dataclass
 class SageStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time, as `{blocks: n, reused: {cache: n}, missed: {cause: n}}`."""
+    """Counts of some steps, as `data`: `{blocks: n, reused: {cache: n}, missed: {cause: n}}`."""
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -53,7 +53,7 @@ class SageStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Tally:
-    """Gives the counts of a comparison in portions."""
+    """Splits the growing totals of a comparison into the counts of each step."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
@@ -118,7 +118,7 @@ class SageMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 def _unregister_former() -> None:
     """Remove the counters of a former engine of this process.
 
-    vLLM does so with its own; Prometheus refuses a name twice.
+    vLLM does the same with its own counters, since Prometheus refuses a name that is registered already.
     """
     for collector in list(getattr(REGISTRY, "_collector_to_names", ())):
         if getattr(collector, "_name", "") in NAMES.values():
