@@ -26,7 +26,7 @@ OWNER = "tier index"
 class TierStore:
     """Blocks on their way into a tier: positions of a path, and their slots.
 
-    `repaired`: the leading positions, whose slots are in the index and hold damaged bytes. The others are
+    The first `num_repaired` positions have slots in the index that hold damaged bytes. The others are
     those of `arrival`. `prefix` is pinned. `use`: of the request that ends with the path; None: it goes on.
     """
 
@@ -42,7 +42,7 @@ class KVTier:
     """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
 
     `num_stored` and `num_loaded` count blocks; `misses`: blocks that were there and could not be used, by
-    outcome.
+    outcome. `fault`: the first error of a write, after which nothing is stored; empty before.
     """
 
     def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
@@ -78,7 +78,7 @@ class KVTier:
     ) -> TierStore | None:
         """Reserve slots for what is missing or damaged of a prefix.
 
-        Counts the use of what is there. None if nothing is missing, if there is no room, or without `has_time`.
+        Counts the use of what is there. None if nothing is missing, there is no room, or no `has_time`.
         """
         is_use = use is not None
         prefix = self.index.lookup(tokens, namespace, num_blocks * self.index.block_size)
@@ -115,7 +115,10 @@ class KVTier:
         return self.index.pin(hit, is_use=False)
 
     def end_load(self, hit: PrefixHit, first: int, num_read: int, outcome: ReadOutcome) -> None:
-        """Behind block `first`, `num_read` blocks were right; `outcome` is of the next."""
+        """A load has ended: `num_read` blocks from `first` on were right.
+
+        `outcome` is of the next block; OK if the load was stopped or complete.
+        """
         if outcome is not ReadOutcome.OK:
             self._damaged.add(self.index.block_ids(hit)[first + num_read])
             self.misses[outcome] += 1
@@ -127,7 +130,8 @@ class KVTier:
     def recover(self) -> int:
         """Put the blocks that survived a restart into the empty index; returns how many.
 
-        Blocks whose prefix did not survive are forgotten. The path that was used longest ago goes first.
+        Blocks whose prefix did not survive are forgotten. Paths are inserted in the order of their last
+        use, so the one that was used longest ago is the first to be evicted.
         """
         stored = {block.token_hash: block for block in self.storage.recover()}
         has_children = {block.parent for block in stored.values()}
