@@ -37,6 +37,7 @@ class NoBytes:
     """Implements `BlockBytes` and `BlockStorage` for blocks without bytes."""
 
     bytes_per_block = 1
+    fault: str | None = None
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -114,6 +114,9 @@ class KVConfig(Section):
     host_gb: float = key(0.0, "host memory (GiB) behind the device's KV pool; 0: none", ge=0.0, le=16384.0)
     disk_gb: float = key(0.0, "disk (GiB) behind that, in kv.dir; 0: none", ge=0.0, le=1048576.0)
     dir: Word | None = key(None, "folder of the disk tier; one server owns it")
+    codec: Word = key(
+        "raw", "how blocks are stored on disk: raw, zstd (exact), int8 (not exact: up to 0.8 % off)"
+    )
     index: Word = key("radix", "prefix index")
     pool: Word = key("free_list", "block pool")
     eviction: Word = key("adaptive", "eviction policy")

@@ -179,11 +179,13 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
             _slots(config.host_gb, data.bytes_per_block, "host_gb"), block_format
         )
     if config.disk_gb:
+        from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
         from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 
         assert config.dir is not None
         num_slots = _slots(config.disk_gb, data.bytes_per_block, "disk_gb")
-        storages[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format)
+        codec = None if config.codec == "raw" else CODECS.create(config.codec, dtype=schema.dtype)
+        storages[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format, codec=codec)
     costs = prefill_costs(capability)
 
     def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:

@@ -43,7 +43,7 @@ class KVWaits:
             state = self._coming.pop(request_id, None)
             if state is not None:
                 self._table.kv_arrived(state)
-        if came:
+        if came or not self._coming:  # a load that was cancelled is not named
             self._to_ask.extendleft(reversed(self._no_room))
             self._no_room.clear()
         for _ in range(min(MAX_ASKED, len(self._to_ask))):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sagellm.core.blocks import Tier
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.eviction import Extent
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
@@ -112,6 +112,21 @@ def test_a_restart_hits_and_other_weights_miss(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("codec", ["zstd", "int8"])
+def test_codecs_on_the_way_down(tmp_path: Path, codec: str) -> None:
+    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.codec": codec}
+    save_tiny(tmp_path / "model", "llama")
+    tiered = engine(tmp_path / "model", **disk)
+    expected = [ask(tiered, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
+    again = [ask(tiered, f"again {i}", prompt) for i, prompt in enumerate(prompts())]
+    assert [num_cached for _, num_cached in again] == [LENGTH // BLOCK * BLOCK] * 4
+    if codec == "zstd":
+        assert [drawn for drawn, _ in again] == expected
+    [state] = hierarchy(tiered).states()
+    assert not state.misses
+    tiered.close()
+
+
 def test_damaged_bytes_on_disk_are_computed_again(tmp_path: Path) -> None:
     disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv")}
     save_tiny(tmp_path / "model", "llama")
@@ -182,11 +197,12 @@ def test_a_full_disk_is_said_once_and_served_around(
         ("llama", {"kv.host_gb": 1.0, "kv.prefix_caching": False}, "nothing to keep"),
         ("llama", {"kv.host_gb": 1e-9}, "hold no block"),
         ("llama", {"kv.disk_gb": 1.0}, "set kv.dir"),
+        ("llama", {"kv.disk_gb": 1.0, "kv.dir": "kv", "kv.codec": "zip"}, "zstd"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
     tmp_path: Path, kind: str, settings: dict[str, Any], reason: str
 ) -> None:
     save_tiny(tmp_path, kind)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises((ConfigError, UnknownNameError), match=reason):
         engine(tmp_path, **settings)

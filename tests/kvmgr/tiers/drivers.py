@@ -57,6 +57,7 @@ class FaultyStorage:
 
     def __init__(self, num_slots: int, seed: int = 0, fault_rate: float = 0.0) -> None:
         self.num_slots, self.fault_rate = num_slots, fault_rate
+        self.fault: str | None = None
         self.kept: dict[int, tuple[StoredBlock, bytes]] = {}
         self.fails_to_write = False
         self._rng, self._lock = random.Random(seed), threading.Lock()

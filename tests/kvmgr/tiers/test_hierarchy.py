@@ -101,6 +101,22 @@ def test_a_tier_that_cannot_be_written_is_left_out(user: User, caplog: pytest.Lo
     user.hierarchy.close()
 
 
+def test_a_storage_that_has_failed_is_not_asked(user: User) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    user.tiers[0].storage.fault = "gone"
+    assert user.hierarchy.request("a", tokens, Namespace(), len(tokens)) is TierLookup.MISS
+    assert user.hierarchy.faults() == ["dram: gone"]
+    assert user.serve(tokens, "computed") == 0
+    user.settle()
+    user.check()
+    user.hierarchy.close()
+
+
 def test_loading_that_takes_longer_than_computing_is_not_done(user: User) -> None:
     tokens = prompt(1, 4)
     user.serve(tokens, "first")

@@ -181,6 +181,8 @@ class BlockStorage(Protocol):
     """
 
     num_slots: int
+    fault: str | None
+    """Why the medium is not used any more, for reads either; None while it works."""
 
     def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
         """Store blocks, each in its slot; `data` has `len(blocks)` x bytes_per_block bytes.

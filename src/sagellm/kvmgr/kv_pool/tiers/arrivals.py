@@ -94,6 +94,7 @@ class PrefixArrivals:
         found = self._close(arrival)
         self._index.unpin(found.prefix, is_use=False)
         self._pool.free(found.blocks)
+        self.num_changes += 1
 
     def _close(self, arrival: Arrival) -> _Open:
         found = self._open.pop(arrival.epoch, None)

@@ -27,6 +27,7 @@ class HostStorage:
 
     def __init__(self, num_slots: int, block_format: BlockFormat) -> None:
         self._block_bytes = block_format.bytes_per_block
+        self.fault: str | None = None
         if num_slots < 1 or self._block_bytes < 1:
             raise ValueError(f"a host tier needs a block of a byte, got {num_slots} x {self._block_bytes}")
         self.num_slots = num_slots

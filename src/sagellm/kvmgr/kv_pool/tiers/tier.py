@@ -42,7 +42,7 @@ class KVTier:
     """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
 
     `num_stored` and `num_loaded` count blocks; `misses`: blocks that were there and could not be used, by
-    outcome. `fault`: the first error of a write, after which nothing is stored; empty before.
+    outcome.
     """
 
     def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
@@ -52,11 +52,19 @@ class KVTier:
         self._damaged: set[int] = set()
         self.misses: Counter[ReadOutcome] = Counter()
         self.num_stored = self.num_loaded = self.num_evicted = 0
-        self.fault = ""
+        self._write_fault = ""
+
+    @property
+    def fault(self) -> str:
+        """Why nothing is stored any more; empty while all is well.
+
+        Where the storage itself has failed, nothing is read either.
+        """
+        return self._write_fault or self.storage.fault or ""
 
     def lookup(self, tokens: Tokens, namespace: Namespace, max_tokens: int | None = None) -> PrefixHit:
         """The longest prefix that is here, up to the first damaged block."""
-        hit = self.index.lookup(tokens, namespace, max_tokens)
+        hit = self.index.lookup(tokens, namespace, 0 if self.storage.fault else max_tokens)
         if not self._damaged or not hit.num_blocks:
             return hit
         for position, slot in enumerate(self.index.block_ids(hit)):
@@ -106,7 +114,7 @@ class KVTier:
             num_entered = self.arrivals.publish(store.arrival, num_new, use)
         self.num_stored += num_entered
         self.index.unpin(store.prefix, NO_USE if num_entered else use, is_use=store.use is not None)
-        self.fault = self.fault or error
+        self._write_fault = self._write_fault or error
 
     # -- up
 
