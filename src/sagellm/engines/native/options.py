@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,14 +88,20 @@ def fastest_dtype(
     fp32 speed, or less. There a checkpoint in half precision is computed in float32: each weight keeps its
     value, and sums, softmax and KV cache are more exact than the checkpoint. If the weights have to be
     `widened` for it, they take twice the memory, so they may take at most half of what is available. A few
-    milliseconds of GEMMs at start decide.
+    milliseconds of GEMMs decide, once in a process: two engines of it always agree.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
     if widened and num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
         return dtype
+    return torch.float32 if is_emulated(dtype) else dtype
+
+
+@cache
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies in float32 much faster than in `dtype`."""
     with torch_threads(1):
-        return torch.float32 if _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32) else dtype
+        return _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32)
 
 
 def _gemm_s(dtype: torch.dtype) -> float:
