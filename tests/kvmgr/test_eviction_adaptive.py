@@ -83,8 +83,8 @@ class Step:
 def beside_lru(
     requests: Sequence[TraceRequest], capacity: int, index: Any = RadixIndex, **options: float
 ) -> list[Step]:
-    """The policy and a real LRU, one request at a time."""
-    policy = AdaptivePolicy(capacity=capacity, **options)  # type: ignore[arg-type]
+    """The policy and a real LRU, one request at a time; `advance` is 0 unless given."""
+    policy = AdaptivePolicy(capacity=capacity, **{"advance": 0, **options})  # type: ignore[arg-type]
     caches = [Cache(index, one, capacity) for one in (policy, LRUPolicy())]
     steps = []
     for one in requests:
@@ -203,7 +203,7 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
 ) -> None:
     """After calm traffic every second request is the one of which LRU holds most that the cache does not."""
     draw = random.Random(seed)
-    policy = AdaptivePolicy(capacity=capacity, max_regret=max_regret, stake=1.0)
+    policy = AdaptivePolicy(capacity=capacity, max_regret=max_regret, stake=1.0, advance=0)
     own, lru = (Cache(RadixIndex, one, capacity) for one in (policy, LRUPolicy()))
     recent: list[Tokens] = []
     steps = []
@@ -221,6 +221,44 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
         steps.append(Step(hit, hit - (policy.lead - lead), hit_by_lru, policy.regret, policy.budget))
     assert sum(step.lru > step.own for step in steps) > 10
     check_bound(steps, 1.0)
+
+
+# -- the advance
+
+
+def rounds_world(seed: int, gap_s: float) -> list[TraceRequest]:
+    """24 sessions take a turn each per round, in a new order each time. LRU evicts most of them too early."""
+    draw = random.Random(seed)
+    lengths = [draw.randrange(6, 14) for _ in range(24)]
+    requests = []
+    for number in range(384):
+        if number % 24 == 0:
+            order = draw.sample(range(24), 24)
+        name = order[number % 24]
+        lengths[name] += draw.randrange(1, 4)
+        ids = [0, 1, *range(1_000 * (name + 1), 1_000 * (name + 1) + lengths[name])]
+        requests.append(request(gap_s * number, ids))
+    return requests
+
+
+@pytest.mark.parametrize("gap_s", [0.3, 1.2, 2.4, 5.0])
+def test_the_first_requests_gain_at_any_pace(gap_s: float) -> None:
+    """384 requests have a budget of about 20 blocks. Without an advance one wrong choice took all of it."""
+    requests, capacity = rounds_world(0, gap_s), 320
+    lru, adaptive = (
+        sum(hits(requests, one, capacity)) for one in (LRUPolicy(), AdaptivePolicy(capacity=capacity))
+    )
+    assert adaptive > 1.4 * lru
+
+
+def test_the_advance_is_bounded_by_the_cache_and_ends() -> None:
+    requests = [request(float(number), range(100 * number, 100 * number + 50)) for number in range(40)]
+    steps = beside_lru(requests, 200, max_regret=0.01, stake=1.0, advance=30)
+    budgets = [step.budget for step in steps]
+    assert budgets[0] == 0.5 + 0.05 * 50, "of the blocks that are there"
+    assert budgets[9] == 5.0 + 0.05 * 200
+    assert budgets[28] == pytest.approx(14.5 + 0.5)
+    assert budgets[29:31] == pytest.approx([15.0, 15.5])
 
 
 # -- worlds
@@ -349,10 +387,16 @@ def test_a_stake_below_one_is_refused(stake: Any) -> None:
         AdaptivePolicy(stake=stake)
 
 
+@pytest.mark.parametrize("advance", [-1, 2.0, "x", True])
+def test_an_advance_that_is_none_is_refused(advance: Any) -> None:
+    with pytest.raises(ConfigError, match="advance must be a number of requests, 0 or more"):
+        AdaptivePolicy(advance=advance)
+
+
 def test_a_fresh_one_has_the_same_options() -> None:
-    policy = AdaptivePolicy(capacity=10, max_regret=0.5, stake=3.0)
+    policy = AdaptivePolicy(capacity=10, max_regret=0.5, stake=3.0, advance=7)
     fresh = policy.fresh()
-    assert (fresh._max_regret, fresh._stake, fresh._given_capacity) == (0.5, 3.0, 10)
+    assert (fresh._max_regret, fresh._stake, fresh._advance, fresh._given_capacity) == (0.5, 3.0, 7, 10)
     assert fresh.num_evictable == 0
 
 

@@ -12,6 +12,8 @@ from sagellm.kvmgr.eviction._base import FEW, ExtentQueue, QueueEntry
 from sagellm.kvmgr.eviction.adaptive.learned import CHANGED, LearnedPolicy
 from sagellm.kvmgr.eviction.adaptive.lru_shadow import LRUShadow
 
+MAX_ADVANCE = 0.05
+"""Share of the cache that the advance on the budget of later requests may be."""
 RERANKS_PER_CHOICE = 2
 """Spared extents that are ranked anew each time one of them may be evicted."""
 
@@ -29,7 +31,8 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
     * `regret`: `-lead`, plus the blocks that the shadow holds and the cache does not (each may be a lost
       hit).
     * `budget`: `max_regret` x blocks looked up so far, plus `stake - 1` times the lead while that is
-      positive.
+      positive. The first `advance` requests have in addition what the rest of so many would bring, up to
+      `MAX_ADVANCE` of the cache: their own budget is a few blocks, of which one wrong choice takes all.
 
     A block that the shadow does not hold is free: it may always be evicted. A block that the shadow holds is
     evicted only where its value is less than that of every free block, and `regret <= budget` holds
@@ -40,12 +43,13 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
     one extent that LRU would evict, where no other choice is left.
 
     **The bound.** For requests served one after the other, without retention and hints, the shadow is exactly
-    LRU. With `stake` 1, `regret <= budget + d` holds between requests, where d is the number of blocks of one
-    request that LRU held and the cache did not. So
+    LRU. With `stake` 1 and `advance` 0, `regret <= budget + d` holds between requests, where d is the number
+    of blocks of one request that LRU held and the cache did not. So
 
         hits of LRU - hits of this policy <= max_regret * blocks looked up + d
 
-    With a larger stake, `stake - 1` times the best lead so far may be lost in addition. Proof, by event:
+    With a larger stake, `stake - 1` times the best lead so far may be lost in addition; with an advance, as
+    much as it was at most. Proof, by event:
 
     * A request brings back what the cache lacks of its path. Each of these blocks was in `regret` as a
       possible loss, and stays there as a loss. All other effects of a use lower `regret`.
@@ -62,7 +66,7 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
     With quotas each account has a policy of its own, which counts a shared prefix as its own; there is no
     bound for accounts that share prefixes. Measurements: docs/decisions/0006-retention.md.
 
-    Raises `ConfigError` for a `max_regret` outside 0..1 or a `stake` below 1.
+    Raises `ConfigError` for a `max_regret` outside 0..1, a `stake` below 1 or a negative `advance`.
     """
 
     def __init__(
@@ -73,20 +77,23 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
         max_records: int = 16_384,
         max_regret: float = 0.002,
         stake: float = 2.0,
+        advance: int = 500,
     ) -> None:
         super().__init__(capacity=capacity, clock=clock, max_records=max_records)
         if not (_is_number(max_regret) and 0 <= max_regret <= 1):
             raise ConfigError(f"max_regret must be a number from 0 to 1, got {max_regret!r}")
         if not (_is_number(stake) and 1 <= stake < math.inf):
             raise ConfigError(f"stake must be a number of at least 1, got {stake!r}")
-        self._max_regret, self._stake = max_regret, stake
+        if type(advance) is not int or advance < 0:
+            raise ConfigError(f"advance must be a number of requests, 0 or more, got {advance!r}")
+        self._max_regret, self._stake, self._advance = max_regret, stake, advance
         self._shadow = LRUShadow(self._release_spared)
         self._spared, self._forced = ExtentQueue(), ExtentQueue()
         self._retained: list[tuple[float, int]] = []  # a heap: until when an extent is retained, and its key
         self._num_cached = 0
         self._room = 0  # the cache's size when it last made room
         self._num_leaving = 0  # missing blocks that the shadow is about to drop
-        self._num_looked_up = self.lead = 0
+        self._num_requests = self._num_looked_up = self.lead = 0
 
     @property
     def regret(self) -> int:
@@ -96,7 +103,12 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
     @property
     def budget(self) -> float:
         """The largest `regret` that is allowed by now, in blocks."""
-        return self._max_regret * self._num_looked_up + (self._stake - 1) * max(0, self.lead)
+        own = self._max_regret * self._num_looked_up
+        advance = 0.0
+        if 0 < self._num_requests < self._advance:
+            of_later = own * (self._advance / self._num_requests - 1)
+            advance = min(of_later, MAX_ADVANCE * max(self._num_cached, self._room))
+        return own + advance + (self._stake - 1) * max(0, self.lead)
 
     # -- events of UseListener
 
@@ -112,6 +124,7 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
 
     def used(self, extent: Extent) -> None:
         end = extent.first_position + extent.num_blocks
+        self._num_requests += 1
         self._num_looked_up += extent.use.num_prompt_blocks or end
         self._shadow.use(extent)
         self._shrink_shadow(self._num_cached)
