@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sagellm.core.clock import ManualClock
+from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
-from sagellm.engines.build import build_kv, build_swap
+from sagellm.engines.build import TierSource, build_kv, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
+from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
@@ -31,9 +35,13 @@ def fake_engine(
     events: EventBus | None = None,
     speculation: Speculation | None = None,
     overlap: bool = False,
+    host_blocks: int = 0,
     **kv_options: Any,
 ) -> Engine:
-    """An engine over `TokenMemoryBackend`, with the default modules."""
+    """An engine over `TokenMemoryBackend`, with the default modules.
+
+    `host_blocks`: those of a host tier, from which loading is always worth it.
+    """
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
     clock = ManualClock()
@@ -44,10 +52,11 @@ def fake_engine(
         groups=backend.get_kv_schema().groups,
         state_pages=backend.get_kv_schema().state_pages,
         max_chunk=max_batched_tokens,
-        swap=build_swap(capability),
+        tiers=tiers_below(backend, clock, host_blocks=host_blocks) if host_blocks else None,
         clock=clock,
         events=events,
     )
+    load_always(kv)
     scheduler = PassPipeline(passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()])
     return Engine(
         backend,
@@ -59,6 +68,30 @@ def fake_engine(
         clock=clock,
         events=events,
     )
+
+
+def tiers_below(
+    backend: TokenMemoryBackend,
+    clock: Clock,
+    *,
+    host_blocks: int = 0,
+    disk_blocks: int = 0,
+    **kv_options: Any,
+) -> TierSource | None:
+    """Tiers of so many blocks, the disk's in a new folder."""
+    block_bytes = backend.kv_bytes().bytes_per_block
+    sizes = {"host_gb": host_blocks, "disk_gb": disk_blocks}
+    options = {name: (blocks + 0.5) * block_bytes / 2**30 for name, blocks in sizes.items() if blocks}
+    folder = f"{tempfile.mkdtemp()}/kv" if disk_blocks else None
+    size = backend.capability().block_size
+    config = KVConfig.model_validate({"block_size": size, "dir": folder, **options, **kv_options})
+    return build_tiers(config, backend, clock)
+
+
+def load_always(kv: KVCacheManager) -> None:
+    """Computing takes longer than any load."""
+    if isinstance(kv.tiers, HierarchyManager):
+        kv.tiers._costs = PrefillCostModel(kv.block_size, seconds_per_token=1.0)
 
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:

@@ -1,5 +1,5 @@
-"""Random workloads through whole engines: every policy, strategy, index and pool, with overlap, swap, quotas,
-pins, forks, aborts, random preemption, hints, retention and proposed tokens.
+"""Random workloads through whole engines: every policy, strategy, index and pool, with overlap, tiers,
+quotas, pins, forks, aborts, random preemption, hints, retention and proposed tokens.
 
     python -m tests.engine_fuzz --seconds 600 --seed 1
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -36,15 +35,22 @@ from sagellm.core.types import (
     Tokens,
     Window,
 )
-from sagellm.engines.build import TierSource, build_kv, build_swap, build_tiers
+from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
-from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
-from tests.builders import PreemptAtRandom, RandomProposer, check_books, expected_tokens, request
+from tests.builders import (
+    PreemptAtRandom,
+    RandomProposer,
+    check_books,
+    expected_tokens,
+    load_always,
+    request,
+    tiers_below,
+)
 
 TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
 MAX_STEPS = 20_000
@@ -75,7 +81,6 @@ class Case:
     block_size: int
     num_blocks: int
     num_rows: int
-    num_host_blocks: int
     max_batched_tokens: int
     preempt_share: float
     index_as_computed: bool
@@ -107,7 +112,6 @@ class Case:
             block_size=draw.choice([1, 4, 16]),
             num_blocks=draw.choice([8, 16, 33]),
             num_rows=draw.choice([2, 4, 8]),
-            num_host_blocks=draw.choice([0, 0, 4, 16]) if preset != "vllm-like" and window is None else 0,
             max_batched_tokens=draw.choice([8, 32, 256]),
             preempt_share=draw.choice([0.0, 0.0, 0.02]),
             index_as_computed=preset == "vllm-like" or draw.random() < 0.2,
@@ -120,7 +124,7 @@ class Case:
         if window is not None or draw.random() < 0.6:
             return case if window is not None else case._with_tiers()
         no_shares: dict[str, dict[str, float]] = {}
-        case = replace(case, num_host_blocks=0, tenant_shares=no_shares, class_shares=no_shares)
+        case = replace(case, tenant_shares=no_shares, class_shares=no_shares)
         if draw.random() < 0.4:
             interval = draw.choice([1, 4, 16])
             case = replace(
@@ -138,19 +142,6 @@ class Case:
         disk = draw.choice([0, 0, 200])
         return replace(self, host_blocks=draw.choice([8, 40, 200]), disk_blocks=disk)
 
-    def _tiers(self, backend: TokenMemoryBackend, clock: Clock) -> TierSource | None:
-        block_bytes = backend.kv_bytes().bytes_per_block
-        sizes = {"host_gb": self.host_blocks, "disk_gb": self.disk_blocks}
-        config = KVConfig.model_validate(
-            {
-                **{name: (blocks + 0.5) * block_bytes / 2**30 for name, blocks in sizes.items() if blocks},
-                "block_size": self.block_size,
-                "eviction": self.eviction,
-                "dir": None if not self.disk_blocks else f"{tempfile.mkdtemp()}/kv",
-            }
-        )
-        return build_tiers(config, backend, clock)
-
     def engine(self, clock: Clock) -> Engine:
         num_pages = self.num_blocks * len(self.windows)
         backend = TokenMemoryBackend(
@@ -159,7 +150,6 @@ class Case:
             self.num_rows,
             max_model_len=min(128, self.num_blocks * self.block_size),
             sliding_window=self.window,
-            num_host_blocks=self.num_host_blocks,
             windows=self.windows,
             state_pages=self.state_pages,
         )
@@ -176,7 +166,10 @@ class Case:
                 "sharing_groups": self.sharing_groups,
             }
         )
-        swap = build_swap(backend.capability())
+        tiers = None
+        if self.host_blocks or self.disk_blocks:
+            sizes = {"host_blocks": self.host_blocks, "disk_blocks": self.disk_blocks}
+            tiers = tiers_below(backend, clock, eviction=self.eviction, **sizes)
         kv = build_kv(
             config,
             num_pages,
@@ -184,12 +177,10 @@ class Case:
             groups=backend.get_kv_schema().groups,
             state_pages=self.state_pages,
             max_chunk=self.max_batched_tokens,
-            swap=swap,
-            tiers=self._tiers(backend, clock),
+            tiers=tiers,
             clock=clock,
         )
-        if isinstance(kv.tiers, HierarchyManager):  # computing takes longer than any load
-            kv.tiers._costs = PrefillCostModel(self.block_size, seconds_per_token=1.0)
+        load_always(kv)
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]

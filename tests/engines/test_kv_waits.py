@@ -22,7 +22,7 @@ class Tiers:
         self.loading: list[str] = []
         self.came: list[str] = []
 
-    def bring_up(self, state: RequestState, *, start: bool) -> TierLookup:
+    def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
         if self.loading:
             return TierLookup.RETRY
         self.loading.append(state.request_id)

@@ -18,7 +18,7 @@ from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Toke
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
-from sagellm.kvmgr.manager import BlockAllocator, KVCacheManager, SwapSpace
+from sagellm.kvmgr.manager import BlockAllocator, KVCacheManager
 from sagellm.kvmgr.manager.tables import INDEX_OWNER
 from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
@@ -349,17 +349,6 @@ def test_the_time_of_a_look_up_is_recorded() -> None:
     kv = KVCacheManager(Slow(block_size=BLOCK), FreeListPool(16, BLOCK), metrics=metrics, clock=clock)
     kv.quotes.match(state("r", range(9)))
     assert metrics.snapshot().match_sum_s == 0.5
-
-
-@pytest.mark.parametrize("num_host_blocks", [0, 2, 3])
-def test_what_fits_into_host_memory_is_saved(num_host_blocks: int) -> None:
-    swap = SwapSpace(FreeListPool(num_host_blocks, BLOCK)) if num_host_blocks else None
-    kv = KVCacheManager(RadixIndex(block_size=BLOCK), FreeListPool(16, BLOCK), swap=swap)
-    running, step = state("r", range(10)), binding()
-    admit(kv, running)
-    compute(kv, running, 10)
-    assert kv.swap_out(step, running) == (num_host_blocks == 3)
-    assert len(step.copies) == (3 if num_host_blocks == 3 else 0)
 
 
 def test_without_a_quota_there_is_no_ceiling_to_make_room_below() -> None:

@@ -14,7 +14,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
+from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, SchedulerPass, StepFacts
 from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline, freeze
 
@@ -195,8 +195,8 @@ class _PlainView:
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         return cdiv(state.num_computed, self.requests[state.request_id].block_size)
 
-    def resume_cost(self, state: RequestState) -> ResumeCost:
-        return ResumeCost(0, 0, 0.0, 0.0)
+    def resume_s(self, state: RequestState) -> float:
+        return 0.0
 
 
 class _NumberedTables:

@@ -105,13 +105,12 @@ class KVConfig(Section):
         gt=0.0,
         lt=1.0,
     )
-    swap_space_gb: float = key(
+    host_gb: float = key(
         0.0,
-        "host memory (GiB) for the KV of preempted requests; vllm-like computes it again",
+        "host memory (GiB) behind the device's KV pool, also for preempted requests; 0: none",
         ge=0.0,
         le=16384.0,
     )
-    host_gb: float = key(0.0, "host memory (GiB) behind the device's KV pool; 0: none", ge=0.0, le=16384.0)
     disk_gb: float = key(0.0, "disk (GiB) behind that, in kv.dir; 0: none", ge=0.0, le=1048576.0)
     dir: Word | None = key(None, "folder of the disk tier; one server owns it")
     codec: Word = key(
@@ -171,8 +170,8 @@ class KVConfig(Section):
         return bool(self.host_gb or self.disk_gb)
 
     @property
-    def swap_space_bytes(self) -> int:
-        return int(self.swap_space_gb * 2**30)
+    def host_bytes(self) -> int:
+        return int(self.host_gb * 2**30)
 
     def memory_share(self, device: str) -> float:
         """`memory_fraction`, or what is usual on that device ('cpu', 'cuda:0', ...)."""

@@ -63,6 +63,10 @@ _FIELDS: dict[str, FieldInfo] = {
 }
 KEYS: tuple[str, ...] = tuple(_FIELDS)
 """Every dotted key, in order of declaration."""
+REMOVED = {
+    "kv.swap_space_gb": "set kv.host_gb, whose host memory also holds the KV of preempted requests",
+}
+"""Keys of earlier versions, and what to do now."""
 
 
 def describe(key: str) -> str:
@@ -90,11 +94,13 @@ def preset_layer(name: str) -> Layer:
 def env_layer(environ: Mapping[str, str]) -> Layer:
     """The `SAGELLM_*` variables of `environ`. A variable that names no key is logged as a warning and
     ignored; variables that Kubernetes sets for its Services are ignored silently."""
-    by_name = {env_name(key): key for key in KEYS}
+    by_name, removed = {env_name(key): key for key in KEYS}, {env_name(key): REMOVED[key] for key in REMOVED}
     values: dict[str, Any] = {}
     for name, text in environ.items():
         if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or _is_of_kubernetes(name, environ):
             continue
+        if name in removed:
+            raise ConfigError(f"environment variable {name} names no key any more: {removed[name]}")
         if name not in by_name:
             end = name.removeprefix(ENV_PREFIX.rstrip("_"))
             same_end = [variable for variable in by_name if variable.endswith(end)]
@@ -158,6 +164,8 @@ def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     that is given in both forms."""
     flat: dict[str, Any] = {}
     for key, value in _walk(values, where):
+        if key in REMOVED:
+            raise ConfigError(f"{key} in {where} is no longer a key: {REMOVED[key]}")
         if key not in _FIELDS:
             raise ConfigError(f"unknown key {key!r} in {where}.{nearest(key, KEYS)}")
         if key in flat:

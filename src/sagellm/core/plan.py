@@ -201,7 +201,7 @@ class Draft:
     compute one token each, unless they are held, preempted or rejected (`skipped_decodes`, by id). A request
     is in at most one of `chunks`, `preempted` and `rejected`.
 
-    `preempted` says of each request whether its KV is saved in host memory; it is, if it fits.
+    `preempted` is an ordered set: its values mean nothing.
     `hits` keeps prefix hits of waiting requests, by id, so that no pass looks them up twice.
     `num_draft_tokens`: tokens that the engine's proposer may propose for each request in decode. `proposals`:
     what it has proposed, of requests in decode in the order of the batch. The planner asks it behind the
@@ -216,7 +216,7 @@ class Draft:
     chunks: dict[str, Chunk] = field(default_factory=dict)
     decodes: Decodes = field(default_factory=Decodes)
     hits: dict[str, PrefixHit] = field(default_factory=dict)
-    preempted: dict[RequestState, bool] = field(default_factory=dict)
+    preempted: dict[RequestState, None] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     placements: dict[str, PhasePlacement] = field(default_factory=dict)
@@ -224,11 +224,6 @@ class Draft:
     proposals: dict[RequestState, tuple[int, ...]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
-
-    @property
-    def swapped(self) -> list[str]:
-        """Ids of preempted requests whose KV is saved in host memory."""
-        return [state.request_id for state, is_saved in self.preempted.items() if is_saved]
 
     @property
     def num_decodes(self) -> int:
@@ -277,7 +272,7 @@ class Draft:
     def preempt(self, state: RequestState) -> None:
         """Take a running request out of the batch. Its blocks are released before the bind."""
         self.hold(state)
-        self.preempted[state] = False
+        self.preempted[state] = None
 
     def reject(self, state: RequestState, reason: str) -> None:
         """End a request that can never run, with an error."""

@@ -544,7 +544,6 @@ class CapabilityDescriptor:
     """What a backend can do: read by the builder, the router and the simulator.
 
     `sliding_window`: no token of any layer attends further back; None if some layer attends to all tokens.
-    `num_host_blocks`: blocks in host memory, tier 'dram'; `host_copy_s`: seconds to copy one there or back.
     `prefill_token_s`: seconds per token of a long prompt (0: unknown); `prefill_token_squared_s`: in
     addition, per token and token before it. `weight_bytes`: bytes of weights that each step reads at least.
     """
@@ -560,8 +559,6 @@ class CapabilityDescriptor:
     memory_bytes: int = 0
     features: frozenset[str] = frozenset()
     sliding_window: int | None = None
-    num_host_blocks: int = 0
-    host_copy_s: float = 0.0
     prefill_token_s: float = 0.0
     prefill_token_squared_s: float = 0.0
     weight_bytes: int = 0

@@ -47,7 +47,7 @@ from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
-from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager, SwapSpace
+from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
@@ -88,7 +88,6 @@ def build_kv(
     groups: Sequence[KVGroup] = (),
     state_pages: int = 0,
     max_chunk: int = 1,
-    swap: SwapSpace | None = None,
     tiers: TierSource | None = None,
     prefill_token_s: float = 0.0,
     cost_model: CostBenefitModel | None = None,
@@ -126,7 +125,6 @@ def build_kv(
         checkpoints=_checkpoints(config, state_pages),
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
-        swap=swap,
         tiers=None if tiers is None else tiers(index, pool),
         prefill_token_s=prefill_token_s,
         metrics=PrefixReuseMetrics(
@@ -316,20 +314,6 @@ def prefill_costs(capability: CapabilityDescriptor) -> PrefillCostModel:
     return PrefillCostModel(**known)
 
 
-def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
-    """The backend's host blocks, or None where it has none."""
-    if not capability.num_host_blocks:
-        return None
-    if capability.sliding_window is not None:
-        raise ConfigError(
-            "kv.swap_space_gb: what a model with sliding windows has computed is not swapped; leave it out"
-        )
-    if capability.kv_schema is not None and capability.kv_schema.state_bytes:
-        raise ConfigError("kv.swap_space_gb: recurrent states are not swapped; leave it out for this model")
-    host = FreeListPool(capability.num_host_blocks, capability.block_size)
-    return SwapSpace(host, capability.host_copy_s)
-
-
 def located(config: Config) -> Config:
     """`config` with the model's folder in place of a hub name. Clients still use the hub name.
 
@@ -418,7 +402,6 @@ def build_engine(
         groups=capability.kv_schema.groups if capability.kv_schema else (),
         state_pages=capability.kv_schema.state_pages if capability.kv_schema else 0,
         max_chunk=config.scheduler.max_batched_tokens,
-        swap=build_swap(capability),
         prefill_token_s=capability.prefill_token_s,
         cost_model=prefill_costs(capability),
         clock=clock,

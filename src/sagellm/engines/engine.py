@@ -10,9 +10,9 @@ With `engine.overlap` the next step is planned while one computes (`overlap.py`)
 engine releases the blocks and calls the transition.
 
 A failed step leaves everything as it was before its blocks were bound: admitted requests wait again, blocks
-are given back; evictions stay, and KV in host memory that the step brought back is dropped. `recovery.py`
-says how the loop goes on: a backend that is out of memory gets fewer tokens. After any other failure the
-requests of the step run one at a time, until each has taken its step or has failed alone, which ends it with
+are given back; evictions stay. `recovery.py` says how the loop goes on: a backend that is out of memory gets
+fewer tokens. After any other failure the requests of the step run one at a time, until each has taken its
+step or has failed alone, which ends it with
 `FinishReason.ERROR`."""
 
 from __future__ import annotations
@@ -125,7 +125,14 @@ class Engine:
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
-            table, kv, scheduler, self._recovery, speculation, clock=self.clock, events=self.events
+            table,
+            kv,
+            scheduler,
+            self._recovery,
+            speculation,
+            self._kv_waits,
+            clock=self.clock,
+            events=self.events,
         )
         self.view = EngineView(self, self._planner, table)
         self._committer = Committer(
@@ -199,9 +206,8 @@ class Engine:
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
         running, waiting = len(self._request_table.running), len(self._request_table.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
-        saved = self.kv.swap.num_used if self.kv.swap is not None else 0
         faults = () if self.kv.tiers is None else self.kv.tiers.faults()
-        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved, faults)
+        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, faults)
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
@@ -357,7 +363,6 @@ class Engine:
         began_s = self.clock.now()
         binding = self._decide()
         for state in binding.draft.preempted:
-            self._planner.swap_out(binding, state)
             self._preempt(state)
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
@@ -426,8 +431,6 @@ class Engine:
         """Give back the blocks of a failed step; its admitted requests wait again."""
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
-            if undone is binding:
-                self.kv.give_up_saved(binding.draft)
             for chunk in reversed(list(undone.draft.admitted())):
                 self._request_table.cancel_admission(chunk.state)
         if self.backend.get_kv_schema().state_bytes:  # the failed step has spoilt the states of its rows

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
+from sagellm.core.binding import Binding
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
 from sagellm.core.types import RequestStatus
 from sagellm.engines.request_table import WAITING, RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 
+MAX_LOADS = 3
+"""Loads for a request while it waits. It may be that each time others have what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 
@@ -17,8 +20,10 @@ MAX_ASKED = 8
 class KVWaits:
     """Asks tiers for each waiting request, and holds it back while its KV comes.
 
-    Other requests are planned meanwhile. For a request without room on the device the tiers are asked again
-    when another's KV has come; if none is coming, it computes its prompt.
+    Tiers are asked when the request begins to wait, so that its KV comes while it waits, and again when it is
+    admitted, since the device may have evicted what it had. Other requests are planned meanwhile. For a
+    request without room on the device the tiers are asked again when another's KV has come; if none is
+    coming, it computes its prompt.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
@@ -26,13 +31,16 @@ class KVWaits:
         self._to_ask: deque[RequestState] = deque()
         self._no_room: list[RequestState] = []
         self._coming: dict[str, RequestState] = {}
+        self._num_loads: Counter[str] = Counter()
 
     def add(self, state: RequestState) -> None:
         """The request waits, for the first time or again."""
+        del self._num_loads[state.request_id]
         self._to_ask.append(state)
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
+        del self._num_loads[state.request_id]
         if self._coming.pop(state.request_id, None) is not None:
             self._tiers.cancel(state.request_id)
 
@@ -49,12 +57,26 @@ class KVWaits:
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
-    def _ask(self, state: RequestState, *, start: bool) -> None:
+    def hold_back(self, binding: Binding, *, start: bool) -> None:
+        """Hold admitted requests back whose KV can come from tiers."""
+        draft = binding.draft
+        for chunk in list(draft.admitted()):
+            if chunk.state.request_id in binding.chunks:  # it was bound early
+                continue
+            self._ask(chunk.state, start=start, admits=True)
+            if chunk.state.status is RequestStatus.WAITING_FOR_KV:
+                draft.hold(chunk.state)
+                draft.record("tiers", chunk.state, "wait", "its KV comes from below the device")
+
+    def _ask(self, state: RequestState, *, start: bool, admits: bool = False) -> None:
         if state.status not in WAITING:  # it runs, or has ended
             return
-        outcome = self._kv.bring_up(state, start=start)
+        if self._num_loads[state.request_id] >= MAX_LOADS and state.status is RequestStatus.WAITING:
+            return
+        outcome = self._kv.bring_up(state, start=start, admits=admits)
         comes = outcome is TierLookup.HIT_PENDING
         if comes:
+            self._num_loads[state.request_id] += state.request_id not in self._coming
             self._coming[state.request_id] = state
         elif outcome is TierLookup.RETRY and self._coming:
             self._no_room.append(state)

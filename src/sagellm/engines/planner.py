@@ -10,6 +10,7 @@ from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
@@ -39,6 +40,7 @@ class Planner:
         scheduler: PassPipeline,
         recovery: Recovery,
         speculation: Speculation | None = None,
+        kv_waits: KVWaits | None = None,
         *,
         clock: Clock,
         events: EventBus,
@@ -48,6 +50,7 @@ class Planner:
         self._scheduler = scheduler
         self._recovery = recovery
         self._speculation = speculation
+        self._kv_waits = kv_waits
         self._clock = clock
         self._events = events
         self._bindable_early: Binding | None = None
@@ -72,6 +75,8 @@ class Planner:
         `PlanError` for decisions that break the rules; then nothing is bound."""
         binding = Binding(self.draft(step))
         self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
+        if self._kv_waits is not None:
+            self._kv_waits.hold_back(binding, start=True)
         self._table.set_order(binding.draft.running)
         self._recovery.isolate(binding.draft)
         return binding
@@ -86,13 +91,6 @@ class Planner:
         except CapacityError:
             return False
         return True
-
-    def swap_out(self, binding: Binding, state: RequestState) -> None:
-        """Plan to copy a preempted request's KV to host memory, if it fits."""
-        draft = binding.draft
-        if draft.preempted[state] and not self._kv.swap_out(binding, state):
-            draft.preempted[state] = False
-            draft.record("bind", state, "recompute", "there is no room in host memory")
 
     def bind(self, binding: Binding) -> MustLeave | None:
         """Bind the blocks of the step; preempted and rejected requests have left.
@@ -171,6 +169,8 @@ class Planner:
             draft.skipped_decodes = {state.request_id: state for state in full_length}
             try:
                 self._run_passes(binding, view, may_bind_early=True)
+                if self._kv_waits is not None:
+                    self._kv_waits.hold_back(binding, start=False)
                 self._put_off_stale(binding)
                 if draft.preempted or draft.rejected or not draft.num_scheduled:
                     raise CapacityError("requests would have to leave")

@@ -68,12 +68,9 @@ class Recovery:
 
     def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
         """Make the requests of a failed step suspects; returns the request that must end. A request ends if
-        the step did nothing else. A request whose KV was to be saved or brought back is tried again alone,
-        without that; one with proposed tokens, without those."""
+        the step did nothing else. A request with proposed tokens is tried again alone, without those."""
         scheduled = list(draft.scheduled())
-        swaps = draft.swapped or any(chunk.hit.num_swapped for chunk in draft.admitted() if chunk.hit)
-        alone = len(scheduled) == 1 and not swaps
-        if alone and len(plan.decode_rows) + len(plan.prefills) == 1 and not plan.chains:
+        if len(scheduled) == 1 and len(plan.decode_rows) + len(plan.prefills) == 1 and not plan.chains:
             self._suspects = [state for state in self._suspects if state is not scheduled[0]]
             return scheduled
         self._suspects = scheduled[::-1]

@@ -162,8 +162,6 @@ class ServerMetrics(Collector):
         text = "Tokens that they found in the prefix index, by configured tenant"
         hits = {tenant: tokens.num_hit_tokens for tenant, tokens in reuse.items()}
         yield self._count("tenant_prefix_cache_hits", text, hits, "tenant")
-        text = "Blocks in host memory with KV of preempted requests"
-        yield self._gauge("kv_host_blocks_used", text, stats.host_blocks_used)
         if stats.reuse is not None:
             yield from self._reuse(stats.reuse)
         if stats.misses is not None:
@@ -186,7 +184,8 @@ class ServerMetrics(Collector):
             return
         for text, kind in (
             ("Slots of a tier below the device", "total"),
-            ("Blocks that a tier below the device holds", "cached"),
+            ("Blocks that are in a tier below the device", "cached"),
+            ("Those of them that are kept for preempted requests", "held"),
         ):
             levels = {str(tier.tier): getattr(tier, kind) for tier in tiers}
             yield self._gauge(f"kv_tier_{kind}_blocks", text, levels, "tier")

@@ -199,7 +199,6 @@ def test_whatever_comes(data: st.DataObject) -> None:
         kv__num_blocks=draw(st.integers(26, 60)),
         kv__index_as_computed=draw(st.booleans()),
         kv__eviction=draw(st.sampled_from(["lru", "adaptive"])),
-        kv__swap_space_gb=draw(st.sampled_from([0.0, 0.01])),
     )
     story = both(
         chosen, made, rate=draw(st.sampled_from([5.0, 60.0])), until_s=draw(st.sampled_from([0.3, 1e9]))

@@ -10,26 +10,27 @@ import dataclasses
 import json
 import shutil
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from sagellm.core.blocks import Tier
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, RequestState, StepResult
+from sagellm.core.plan import ExecutionPlan, Join, RequestState, StepResult
+from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace
 from sagellm.engines.build import load
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.rows import BatchRows
+from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.scheduler_ir.passes import memory_aware_preemption
 from sagellm.serving import create_app
 from tests.serving import live
 
@@ -75,7 +76,7 @@ class Plant:
     def load(self, folder: Path) -> LLM:
         """A small engine for it: the demo model, with sliding windows if the fault needs them."""
         if self.window is None:
-            return load(None, {"kv.num_blocks": 160, "kv.swap_space_gb": 0.05})
+            return load(None, {"kv.num_blocks": 160, "kv.host_gb": 0.05})
         shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -185,22 +186,16 @@ class BitFlip(Plant):
     """A block that returns from host memory has one bit of one value flipped."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        copy_blocks = PagedKV.copy_blocks
+        write_blocks = PoolBytes.write_blocks
 
-        def flipped(kv: PagedKV, copies: tuple[BlockCopy, ...]) -> None:
-            copy_blocks(kv, copies)
-            for copy in copies:
-                if copy.source_tier == Tier.DRAM:
-                    bits = kv.values[2].view(torch.int32)
-                    bits[copy.target_block, 0, 0, 0] ^= 1 << 27
+        def flipped(pool: PoolBytes, block_ids: Sequence[int], data: Buffer) -> None:
+            write_blocks(pool, block_ids, data)
+            values = pool._arrays[-1].view(np.int32)
+            values[list(block_ids), 0] ^= 1 << 27
 
-        monkeypatch.setattr(PagedKV, "copy_blocks", flipped)
-        made = memory_aware_preemption.MemoryAwarePreemptionPass.__init__
-        monkeypatch.setattr(
-            memory_aware_preemption.MemoryAwarePreemptionPass,
-            "__init__",
-            lambda self, **options: made(self, **{**options, "swap": "always"}),
-        )
+        monkeypatch.setattr(PoolBytes, "write_blocks", flipped)
+        # The demo model computes faster than it loads.
+        monkeypatch.setattr(PrefillCostModel, "recompute_s", lambda self, extent: 1e9)
 
 
 class WrongAdapter(Plant):

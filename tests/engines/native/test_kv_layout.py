@@ -29,7 +29,7 @@ def schema_of(windows: list[int | None], shapes: list[tuple[int, int]]) -> KVCac
 def pool_of(schema: KVCacheSchema) -> PagedKV:
     return PagedKV(
         schema.num_layers, NUM_BLOCKS, BLOCK_SIZE, schema.num_kv_heads, schema.head_dim, torch.device("cpu"),
-        torch.float32, 2, groups=schema.groups, shapes=schema.layer_shapes,
+        torch.float32, groups=schema.groups, shapes=schema.layer_shapes,
     )  # fmt: skip
 
 

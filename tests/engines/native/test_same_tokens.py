@@ -22,14 +22,14 @@ from sagellm.core.config import KVConfig
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
-from sagellm.engines.build import build_kv, build_swap
+from sagellm.engines.build import build_kv, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
-from tests.builders import PreemptAtRandom, run_all
+from tests.builders import PreemptAtRandom, load_always, run_all
 from tests.effort import examples
 from tests.tiny_models import RECURRENT, TINY_MODELS, VOCAB, save_tiny
 
@@ -47,13 +47,12 @@ SAMPLING = (
 
 @cache
 def backend(name: str, reference: bool) -> NativeBackend:
-    """One for the reference and one for the engines under test: a backend belongs to one engine.
-    The second has host memory for some that are preempted."""
+    """One for the reference and one for the engines under test: a backend belongs to one engine."""
     folder = Path(mkdtemp(prefix="sagellm-"))
     save_tiny(folder, name)
     return NativeBackend(
         folder, device="cpu", dtype="float64", block_size=BLOCK, num_blocks=128, max_num_seqs=5,
-        max_model_len=MAX_LEN, host_memory_bytes=0 if reference else HOST_BYTES, threads=1,
+        max_model_len=MAX_LEN, threads=1,
     )  # fmt: skip
 
 
@@ -72,18 +71,20 @@ def engine(
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction, checkpoint_interval=BLOCK)
     capability = backend(name, reference).capability()
     schema = backend(name, reference).get_kv_schema()
-    swaps = capability.sliding_window is None and not schema.groups and not schema.state_bytes
-    swap = build_swap(capability) if swaps else None
+    has_tiers = caching and not reference
+    has_tiers = has_tiers and not (capability.sliding_window or schema.groups or schema.state_bytes)
+    below = KVConfig(block_size=BLOCK, eviction=eviction, host_gb=HOST_BYTES / 2**30)
     kv = build_kv(
         config,
         num_blocks * schema.num_groups,
         groups=schema.groups,
         state_pages=schema.state_pages,
         max_chunk=budget,
-        swap=swap,
+        tiers=build_tiers(below, backend(name, reference), clock) if has_tiers else None,
         prefill_token_s=capability.prefill_token_s,
         clock=clock,
     )
+    load_always(kv)
     pools = backend(name, reference)._kv
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)

@@ -11,8 +11,9 @@ import numpy as np
 
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import ManualClock
+from sagellm.core.protocols.eviction import NO_USE
 from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, ReadOutcome, StoredBlock, TierLookup
-from sagellm.core.types import TOKEN_BYTES, BlockIds, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, BlockIds, Namespace, Tokens
 from sagellm.engines.build import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
@@ -176,6 +177,12 @@ class User:
         self.num_computed += whole - hit.num_blocks
         self.num_reused += hit.num_blocks
         return hit.num_blocks
+
+    def preempt(self, tokens: Tokens, name: str, namespace: Namespace = Namespace()) -> None:
+        """A request with these tokens, of which the device has some, is preempted."""
+        hit = self.index.pin(self.index.lookup(tokens, namespace))
+        self.hierarchy.hold(name, hit, NO_ACCOUNT, NO_USE)
+        self.index.unpin(hit)
 
     def check_content(self, block_ids: BlockIds, hashes: Sequence[bytes]) -> None:
         """Assert that these blocks of the device have the KV of these tokens."""

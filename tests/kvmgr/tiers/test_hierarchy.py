@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import Namespace, Tokens
+from sagellm.kvmgr.eviction import PrefillCostModel
 from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
 
 
@@ -175,6 +177,66 @@ def test_a_restart_finds_what_was_stored() -> None:
     second.hierarchy.close()
 
 
+def test_what_a_preempted_request_has_lost_is_not_evicted() -> None:
+    user = User(8, [(Tier.DRAM, FaultyStorage(16)), (Tier.NVME, FaultyStorage(64))])
+    tokens = prompt(0, 4)
+    user.serve(tokens, "running")
+    user.settle()
+    user.preempt(tokens, "running")
+    others = [prompt(name, 4) for name in range(1, 12)]
+    for name, other in enumerate(others):
+        user.serve(other, f"other {name}")
+        user.settle()
+    host = user.tiers[0]
+    assert (host.num_evicted, host.lookup(tokens, Namespace()).num_blocks) == (32, 4)
+    assert [state.held for state in user.hierarchy.states()] == [4, 0]
+    assert user.serve(tokens, "running") == 4
+    user.hierarchy.let_go("running")
+    user.hierarchy.let_go("unknown")
+    user.check()
+    host.clear()
+    assert host.index.num_cached == 0
+    user.hierarchy.close()
+
+
+def test_preempted_requests_hold_at_most_half_of_a_tier() -> None:
+    user = User(8, [(Tier.DRAM, FaultyStorage(9))])
+    for number, held in enumerate([2, 4, 4]):
+        tokens = prompt(number, 2)
+        user.serve(tokens, str(number))
+        user.settle()
+        user.preempt(tokens, str(number))
+        assert user.hierarchy.states()[0].held == held
+    user.hierarchy.let_go("0")
+    user.preempt(prompt(2, 2), "2")
+    assert user.hierarchy.states()[0].held == 4
+    user.check()
+    user.hierarchy.close()
+
+
+def test_a_preemption_waits_until_the_blocks_are_saved(user: User) -> None:
+    """The caller takes them for others right after it."""
+    tokens = prompt(0, 4)
+    user.serve(tokens, "running")
+    user.preempt(tokens, "running")
+    assert user.index.num_evictable == 4, "no copy pins them"
+    assert user.tiers[0].lookup(tokens, Namespace()).num_blocks == 4
+    user.hierarchy.close()
+
+
+def test_where_saving_takes_longer_than_computing_nothing_is_held(user: User) -> None:
+    user.hierarchy._costs = PrefillCostModel(SIZE, seconds_per_token=1e-9)
+    tokens = prompt(0, 4)
+    user.serve(tokens, "running")
+    user.settle()
+    user.preempt(tokens, "running")
+    assert user.hierarchy.states()[0].held == 0
+    assert user.hierarchy.load_s(4) > 0
+    user.tiers[0].storage.fault = "broken"
+    assert user.hierarchy.load_s(4) == math.inf
+    user.hierarchy.close()
+
+
 @given(
     seed=st.integers(0, 1 << 30),
     fault_rate=st.sampled_from([0.0, 0.05, 0.3]),
@@ -200,6 +262,10 @@ def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str
             storages[rng.randrange(2)].fails_to_write = rng.random() < 0.3
         elif kind < 0.2:
             user.hierarchy.clear()
+        elif kind < 0.3:
+            user.preempt(tokens, f"preempted {slot}", space)
+        elif kind < 0.4:
+            user.hierarchy.let_go(f"preempted {slot}")
         else:
             user.serve(tokens, f"r{number}", space)
             if rng.random() < 0.7:

@@ -19,8 +19,7 @@ from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, R
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """An engine's load now. Blocks by state sum to the pool: in use, cached and unused, free.
-    `host_blocks_used`: blocks in host memory that hold what preempted requests have computed. `tier_faults`:
-    for each tier that is not used any more, its name and why."""
+    `tier_faults`: for each tier that is not used any more, its name and why."""
 
     num_running: int
     num_waiting: int
@@ -31,7 +30,6 @@ class EngineStats:
     num_steps: int = 0
     reuse: PrefixReuseSnapshot | None = None
     misses: MissCounts | None = None
-    host_blocks_used: int = 0
     tier_faults: Sequence[str] = ()
 
 

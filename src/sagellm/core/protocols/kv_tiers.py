@@ -261,13 +261,15 @@ class KVArrivals(Protocol):
 class TierState(NamedTuple):
     """Counts of one tier, in blocks.
 
-    `cached` of `total` slots hold blocks. `stored`, `loaded` and `evicted` count since the start; `misses`:
-    blocks that were there and did not verify, by `ReadOutcome`. `fault`: why nothing is written any more.
+    `cached` of `total` slots hold blocks; `held`: those that preempted requests hold, counted for each.
+    `stored`, `loaded` and `evicted` count since the start; `misses`: blocks that were there and did not
+    verify, by `ReadOutcome`. `fault`: why nothing is written any more.
     """
 
     tier: Tier
     total: int
     cached: int
+    held: int
     stored: int
     loaded: int
     evicted: int
@@ -278,7 +280,7 @@ class TierState(NamedTuple):
 class KVTiers(Protocol):
     """Memory below the device. For the engine's thread.
 
-    Only `wait`, `give_way` and `close` block. `arrivals` are the device's.
+    Only `hold`, `wait`, `give_way` and `close` block. `arrivals` are the device's.
     """
 
     @property
@@ -294,6 +296,25 @@ class KVTiers(Protocol):
         `use`: the request that ends with it; None: the request goes on, and its use counts later.
         """
 
+    def hold(self, request_id: str, hit: PrefixHit, account: Account, use: Use) -> None:
+        """Save the path of a preempted request, and keep it until `let_go`.
+
+        The path is pinned on the device now.
+
+        The nearest tier that works takes it, if copying it there and back takes less time than computing it
+        again, and if preempted requests together hold at most half of that tier. Waits for the copy, since
+        the device's blocks are wanted at once; nothing else should be under way (`give_way`).
+        """
+
+    def let_go(self, request_id: str) -> None:
+        """The request runs again or has ended. Unknown ids are ignored."""
+
+    def load_s(self, num_blocks: int) -> float:
+        """Seconds to load so many blocks from the nearest working tier.
+
+        Infinite without any.
+        """
+
     def request(
         self,
         request_id: str,
@@ -303,12 +324,13 @@ class KVTiers(Protocol):
         account: Account = ...,
         *,
         start: bool = True,
+        has_room: bool = True,
     ) -> TierLookup:
         """Bring up what tiers have of a prompt and the device lacks.
 
         HIT_PENDING: it comes, and `poll` will name the request. MISS: nothing that is worth it. RETRY: the
-        device has no room for it now. With `start=False` the blocks are written from `start_loads` on, since
-        the step that computes now may still write to them.
+        device has no room for it now, by itself or because the caller says so. With `start=False` the blocks
+        are written from `start_loads` on, since the step that computes now may still write to them.
         """
 
     def start_loads(self) -> None:

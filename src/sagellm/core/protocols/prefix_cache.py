@@ -31,8 +31,7 @@ class PrefixHit:
     """What `lookup` found: the first `num_tokens` tokens stand in `num_blocks` blocks of the index.
 
     The manager may add a `tail`: tokens behind the whole blocks that a running request holds in its last,
-    partial block, and that can be copied from there; or `num_swapped` tokens that it has in host memory, the
-    request having run before. `num_tokens` counts them.
+    partial block, and that can be copied from there. `num_tokens` counts them.
 
     `version` is the index's state at look-up. The blocks of a hit that is not pinned may leave at the next
     `evict`. `block_ids` fetches their ids. A hit does not change once it is made; it is not frozen because
@@ -46,7 +45,6 @@ class PrefixHit:
     node: IndexNode | None = None
     version: int = 0
     tail: SharedTail | None = None
-    num_swapped: int = 0
 
 
 class InsertResult(NamedTuple):

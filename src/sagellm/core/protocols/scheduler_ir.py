@@ -83,24 +83,6 @@ class BlockBudget:
         return self._names[account]
 
 
-class ResumeCost(NamedTuple):
-    """What it costs to resume a request after a preemption, by either way.
-
-    `recompute_s` seconds to compute again what it loses; or `num_host_blocks` blocks of host memory, where
-    `num_free` are free, and `swap_s` seconds of copies, there and back. Unknown seconds are 0.
-    """
-
-    num_host_blocks: int
-    num_free: int
-    recompute_s: float
-    swap_s: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether host memory has room for it."""
-        return 0 < self.num_host_blocks <= self.num_free
-
-
 class KVQuotes(Protocol):
     """Prices in blocks, for passes to use before anything is bound. No method changes state.
 
@@ -143,8 +125,13 @@ class KVQuotes(Protocol):
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         """The least number of blocks that preempting a running request makes available."""
 
-    def resume_cost(self, state: RequestState) -> ResumeCost:
-        """What it would cost to resume a running request after a preemption."""
+    def resume_s(self, state: RequestState) -> float:
+        """Seconds until a request, preempted now, has its KV again.
+
+        0 where unknown.
+
+        It is computed again, or loaded from a tier below the device if that takes less time.
+        """
 
 
 class StepFacts(NamedTuple):

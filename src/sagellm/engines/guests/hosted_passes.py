@@ -19,7 +19,6 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import (
     NO_STEP,
     BlockBudget,
-    ResumeCost,
     SchedulerPass,
     StepFacts,
 )
@@ -94,9 +93,9 @@ class HostQuotes:
         """All that it has; shared ones are counted too."""
         return self._host.num_held(state.request_id)
 
-    def resume_cost(self, state: RequestState) -> ResumeCost:
-        """Unknown seconds, no host memory."""
-        return ResumeCost(0, 0, 0.0, 0.0)
+    def resume_s(self, state: RequestState) -> float:
+        """Unknown."""
+        return 0.0
 
 
 @dataclass

@@ -32,7 +32,7 @@ from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
-from sagellm.engines.native.measure import fastest, host_copy_s
+from sagellm.engines.native.measure import fastest
 from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
@@ -77,8 +77,8 @@ class NativeBackend:
 
     The pool has `num_blocks` blocks, or as many as fit into `kv_memory_bytes` or into `kv_memory_fraction` of
     the available memory, but never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
-    `host_memory_bytes` is for the KV of preempted requests. If it is not 0, start-up measures the cost of
-    swapping and of recomputing; `measure_prefill` measures the latter in any case.
+    `host_memory_bytes` are left to a tier in host memory. `measure_prefill`: start-up measures how long a
+    prompt takes.
 
     `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use.
     `progress(bytes_done, bytes_total)` is called while weights are loaded.
@@ -138,7 +138,7 @@ class NativeBackend:
             ) * groups  # fmt: skip
             self._kv = PagedKV(
                 len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
-                self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
+                self._compute_dtype, has_scratch=recording is not None,
                 groups=self._schema.groups, value_dim=spec.value_dim, states=self._working_states(),
                 shapes=spec.kv_shapes,
             )  # fmt: skip
@@ -155,17 +155,16 @@ class NativeBackend:
         lengths = (self._max_model_len, blocks, block_size)
         self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
         self._kept: defaultdict[int, list[KeptPart]] = defaultdict(list)
-        self._measure_returning(num_weights, prefill=measure_prefill)
+        self._measure_prefill(num_weights, prefill=measure_prefill)
 
-    def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
-        """Measure what it costs to resume a preempted request: swap in, or recompute. A token takes 2 FLOPs
-        per parameter, and 2 per layer, dim of keys and values and token in front of it.
+    def _measure_prefill(self, num_weights: int, *, prefill: bool) -> None:
+        """Measure what it costs to compute KV again.
+
+        A token takes 2 FLOPs per parameter, and 2 per layer, dim of keys and values and token in front of it.
         """
-        self._host_copy_s = self._prefill_token_s = self._prefill_token_squared_s = 0.0
+        self._prefill_token_s = self._prefill_token_squared_s = 0.0
         spec, clock = self._spec, MonotonicClock()
-        if self._kv.num_host_blocks:
-            self._host_copy_s = host_copy_s(self._kv, clock)
-        if self._kv.num_host_blocks or prefill:
+        if prefill:
             num_blocks = self._kv.num_blocks // self._schema.num_groups
             most = min(self._max_model_len, num_blocks * self._kv.block_size)
             num_tokens = min(MEASURED_TOKENS, most)
@@ -251,8 +250,6 @@ class NativeBackend:
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_page,
             features=FEATURES - (NOT_RECURRENT if self._kv.states else set()),
             sliding_window=max(map(width, windows)) if all_windowed else None,
-            num_host_blocks=self._kv.num_host_blocks,
-            host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
             prefill_token_squared_s=self._prefill_token_squared_s,
             weight_bytes=self._weight_bytes,

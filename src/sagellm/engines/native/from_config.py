@@ -50,7 +50,7 @@ def native_backend(
         num_blocks=config.kv.num_blocks,
         kv_memory_fraction=config.kv.memory_fraction,
         kv_memory_bytes=kv_memory_bytes,
-        host_memory_bytes=config.kv.swap_space_bytes,
+        host_memory_bytes=config.kv.host_bytes,
         measure_prefill=config.kv.has_tiers or "model" in registry("policy").options(config.kv.eviction),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.model.max_model_len,
@@ -67,10 +67,10 @@ def native_backend(
 def splits_kv(config: Config) -> bool:
     """Whether KV may be split into groups by window.
 
-    Shares of memory, swapping and tiers need the blocks of a request whole.
+    Shares of memory and tiers need the blocks of a request whole.
     """
     kv = config.kv
-    return not (kv.tenant_shares or kv.class_shares or kv.swap_space_bytes or kv.has_tiers)
+    return not (kv.tenant_shares or kv.class_shares or kv.has_tiers)
 
 
 def _held_as(config: Config) -> dict[str, Any]:
@@ -149,5 +149,5 @@ def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: in
     bytes_per_block = size.kv_bytes_per_token * kv.block_size
     most = config.scheduler.max_num_seqs * cdiv(size.max_model_len, kv.block_size)
     return pool_blocks(
-        where, kv.num_blocks, most, bytes_per_block, None, kv.memory_fraction, kv.swap_space_bytes, left
+        where, kv.num_blocks, most, bytes_per_block, None, kv.memory_fraction, kv.host_bytes, left
     )

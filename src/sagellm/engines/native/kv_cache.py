@@ -94,7 +94,7 @@ def _columns(sizes: Sequence[int], groups: Sequence[KVGroup]) -> list[tuple[int,
 class PagedKV:
     """The pools: `keys[i]` and `values[i]` are those of layer i. Layers of several `groups` share them.
 
-    Tier "dram" has `num_host_blocks` blocks. With `has_scratch` the block `scratch_block` follows the pool's
+    With `has_scratch` the block `scratch_block` follows the pool's
     blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
     `states`: the recurrent states of the batch, where the model has any. `shapes`: KV heads and head dim of
     each layer, where they differ.
@@ -102,7 +102,7 @@ class PagedKV:
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
-        device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
+        device: torch.device, dtype: torch.dtype, *, has_scratch: bool = False,
         groups: Sequence[KVGroup] = (), value_dim: int | None = None,
         states: RecurrentStates | None = None, shapes: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
@@ -130,11 +130,7 @@ class PagedKV:
         self.values = [key[..., :value_dim] for key in self.keys]
         if value_dim is None:
             self.values = [view(len(widths), layer) for layer in range(num_layers)]
-        self.num_host_blocks, self.states = num_host_blocks, states
-        self._host = [
-            torch.empty(num_host_blocks, *pool.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
-            for pool in self._pools
-        ]
+        self.states = states
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None
@@ -183,21 +179,17 @@ class PagedKV:
             pool.index_fill_(0, ids, 0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in order: inside the pool, to host memory or back. Raises `PlanError` for a tier
-        or a block that does not exist, before anything is copied.
+        """Copy whole blocks of the pool in order.
+
+        Raises `PlanError` for another tier or a block that does not exist, before anything is copied.
         """
         for copy in copies:
-            self._check(copy, copy.source_tier, copy.source_block)
-            self._check(copy, copy.target_tier, copy.target_block)
-        tiers: dict[str, list[torch.Tensor]] = {Tier.HBM: self._pools, Tier.DRAM: self._host}
+            for tier, block in (
+                (copy.source_tier, copy.source_block),
+                (copy.target_tier, copy.target_block),
+            ):
+                if tier != Tier.HBM or not 0 <= block < self.num_blocks:
+                    raise PlanError(f"{copy}: a backend copies among its {self.num_blocks} blocks in hbm")
         for copy in copies:
-            pairs = zip(tiers[copy.source_tier], tiers[copy.target_tier], strict=True)
-            for source, target in pairs:  # on a GPU in the order of its stream, for pinned memory too
-                target[copy.target_block].copy_(source[copy.source_block], non_blocking=True)
-
-    def _check(self, copy: BlockCopy, tier: str, block: int) -> None:
-        sizes: dict[str, int] = {Tier.HBM: self.num_blocks, Tier.DRAM: self.num_host_blocks}
-        if tier not in sizes:
-            raise PlanError(f"{copy}: the native backend has the tiers {', '.join(sizes)}")
-        if not 0 <= block < sizes[tier]:
-            raise PlanError(f"{copy}: there are {sizes[tier]} blocks in {tier}")
+            for pool in self._pools:
+                pool[copy.target_block].copy_(pool[copy.source_block], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Measurements at start: kernels, memory bandwidth, the cost of swapping."""
+"""Measurements at start: kernels, memory bandwidth, the time of calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-
-from sagellm.core.blocks import Tier
-from sagellm.core.clock import Clock
-from sagellm.core.plan import BlockCopy
-from sagellm.engines.native.kv_cache import PagedKV
 
 
 @contextmanager
@@ -62,21 +57,3 @@ def read_bandwidth(device_name: str) -> float:
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
     return size / fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device
-
-
-NUM_COPIES = 8
-
-
-def host_copy_s(kv: PagedKV, clock: Clock) -> float:
-    """Seconds to copy a block to host memory or back. All blocks stay zero."""
-    count = min(NUM_COPIES, kv.num_blocks, kv.num_host_blocks)
-    there = [BlockCopy(Tier.HBM, block, Tier.DRAM, block) for block in range(count)]
-    back = [BlockCopy(Tier.DRAM, block, Tier.HBM, block) for block in range(count)]
-    device = kv.keys[0].device
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return clock.now()
-
-    return fastest(lambda: kv.copy_blocks([*there, *back]), 3, now) / (2 * count)

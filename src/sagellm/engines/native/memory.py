@@ -97,8 +97,8 @@ def check_fits(
     host_memory_bytes: int = 0,
     available: int | None = None,
 ) -> None:
-    """Raise `CapacityError` for more blocks than a CPU has memory for. `host_memory_bytes` for preempted
-    requests are set aside. The system would grant the pool and fail when pages are written. Other devices
+    """Raise `CapacityError` for more blocks than a CPU has memory for. `host_memory_bytes` are
+    set aside for a tier. The system would grant the pool and fail when pages are written. Other devices
     refuse such a pool themselves.
     """
     if device.type != "cpu":
@@ -113,15 +113,15 @@ def check_fits(
 
 
 def check_host(num_bytes: int) -> None:
-    """Check the size of host memory for preempted requests. Raises `ConfigError` for a negative size,
+    """Check the size of a tier in host memory. Raises `ConfigError` for a negative size,
     `CapacityError` where there is not as much.
     """
     if num_bytes < 0:
-        raise ConfigError(f"kv.swap_space_gb must not be negative, got {num_bytes:,} bytes")
+        raise ConfigError(f"kv.host_gb must not be negative, got {num_bytes:,} bytes")
     available = available_bytes(torch.device("cpu"))
     if num_bytes > available:
         raise CapacityError(
-            f"kv.swap_space_gb: {num_bytes / 2**30:.1f} GiB are asked for, {available / 2**30:.1f} are there"
+            f"kv.host_gb: {num_bytes / 2**30:.1f} GiB are asked for, {available / 2**30:.1f} are there"
         )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, ConfigError
@@ -43,7 +43,6 @@ class SimulatedBackend:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
-        host_memory_bytes: int = 0,
         on_step: StepListener | None = None,
     ) -> None:
         model = cost_model.model
@@ -64,10 +63,6 @@ class SimulatedBackend:
             max_num_seqs,
             model.kv_schema(block_size),
             memory_bytes=cost_model.device.memory_bytes,
-            num_host_blocks=host_memory_bytes // self._bytes_per_block,
-            host_copy_s=cost_model.moves_s(
-                StepShape(bytes_copied={(Tier.HBM, Tier.DRAM): self._bytes_per_block})
-            ),
             prefill_token_s=prefill_s / LONG_PROMPT,
             prefill_token_squared_s=(behind_s - prefill_s) / LONG_PROMPT**2,
         )
@@ -195,7 +190,6 @@ def configured_backend(
         block_size=config.kv.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len or config.model.max_model_len,
-        host_memory_bytes=config.kv.swap_space_bytes,
         on_step=on_step,
     )
 

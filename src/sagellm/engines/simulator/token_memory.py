@@ -73,7 +73,6 @@ class TokenMemoryBackend:
         max_model_len: int = 128,
         vocab_size: int = 97,
         sliding_window: int | None = None,
-        num_host_blocks: int = 0,
         windows: Sequence[Window | None] = (None,),
         state_pages: int = 0,
     ) -> None:
@@ -89,13 +88,9 @@ class TokenMemoryBackend:
         self._windows: list[Window | None] = [sliding_window, *windows[1:]]
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
-            sliding_window=sliding_window, num_host_blocks=num_host_blocks,
+            sliding_window=sliding_window,
         )  # fmt: skip
         self._memory: list[_Slot] = [None] * (num_blocks * block_size)
-        self._tiers: dict[str, list[_Slot]] = {
-            Tier.HBM: self._memory,
-            Tier.DRAM: [None] * (num_host_blocks * block_size),
-        }
         self._rows: dict[int, _Row] = {}
 
     def capability(self) -> CapabilityDescriptor:
@@ -204,8 +199,9 @@ class TokenMemoryBackend:
     def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
         first, target = copy.source_block * size, copy.target_block * size
-        block = self._tiers[copy.source_tier][first : first + size]
-        self._tiers[copy.target_tier][target : target + size] = block
+        if {copy.source_tier, copy.target_tier} != {Tier.HBM}:
+            raise BookkeepingError(f"{copy} is not within the device")
+        self._memory[target : target + size] = self._memory[first : first + size]
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]

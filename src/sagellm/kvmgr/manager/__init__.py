@@ -4,7 +4,6 @@ from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmen
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig
 from sagellm.kvmgr.manager.manager import KVCacheManager
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.manager.swap import SwapSpace
 
 __all__ = [
     "BlockAllocator",
@@ -13,5 +12,4 @@ __all__ = [
     "Fragmentation",
     "KVCacheManager",
     "Quotes",
-    "SwapSpace",
 ]

@@ -16,15 +16,13 @@ Every block has one owner at a time. The owners, in the order in which a block c
     shared last block    stays its request's own; requests of its group copy it while that request runs
     on its way here      from begin_receive until publish or abort (kv_pool/tiers/arrivals.py)
     on its way down      pinned from the commit or release that offers a path until its tiers have it
-    saved in host memory from the executed step that preempts a request until the step that admits it again,
-                         in blocks of another pool (SwapSpace)
 
 A block is free, cached (in the index, unpinned) or active. The prefix index counts its pins
 (`prefix_cache/_tree.py`).
 
 The legal order of calls. A call out of order raises `BookkeepingError`, which names the right one:
 
-    for a step      swap_out* -> bind+ -> bind_proposed* -> executed -> commit*
+    for a step      bind+ -> bind_proposed* -> executed -> commit*
                     or, before executed:  bind* -> bind_proposed* -> rollback
     for a request   admitted by a bind -> commit* -> release       fork and commit only while it runs
 
@@ -41,7 +39,7 @@ from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, Draft, RequestState
+from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
@@ -65,7 +63,6 @@ from sagellm.kvmgr.manager.prefix_sharing import (
     SharingGroups,
 )
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 
 
@@ -79,8 +76,8 @@ class KVCacheManager:
     `max_chunk`: the most tokens of a request that a step computes. `checkpoints`: how recurrent states are
     kept, for a model that has any. `sharing_groups`: by tenant, the group
     with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `tiers`:
-    memory below the device, around the same index and pool. `swap`:
-    host memory for the KV of preempted requests; `prefill_token_s`: seconds to compute a token of it again.
+    memory below the device, around the same index and pool. `prefill_token_s`: seconds to compute a token of
+    a preempted request again.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class KVCacheManager:
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         tiers: KVTiers | None = None,
-        swap: SwapSpace | None = None,
         prefill_token_s: float = 0.0,
         metrics: ReuseRecorder | None = None,
         misses: MissObserver | None = None,
@@ -109,14 +105,14 @@ class KVCacheManager:
         now, sharing = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
         self.index, self.pool, self.quota = index, pool, quota
         self.metrics, self.misses, self.num_groups = metrics, misses, max(1, len(groups))
-        self.tiers, self.swap = tiers, swap
+        self.tiers = tiers
         self.window, has_pages = window, self.num_groups > 1 or checkpoints is not None
         self.prefix_caching, self.index_as_computed = prefix_caching, index_as_computed
         self.block_size, self.namespace_of = pool.block_size, sharing.namespace_of
         self._tables = BlockTables(pool)
         self._tails = SharedTails(self._tables, pool.block_size)
-        if has_pages and (quota is not None or swap is not None or window is not None):
-            raise ValueError("KV groups and recurrent states go with neither quotas nor swap space")
+        if has_pages and (quota is not None or tiers is not None or window is not None):
+            raise ValueError("KV groups and recurrent states go with neither quotas nor tiers")
         self.checkpoints = self._pages = None
         if checkpoints is not None:
             self.checkpoints = Checkpoints(index, pool, checkpoints, self.namespace_of, now)
@@ -138,7 +134,7 @@ class KVCacheManager:
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
-            self._pages, swap, tiers, metrics, now, prefix_caching, prefill_token_s,
+            self._pages, tiers, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
 
     # -- what running requests hold
@@ -242,17 +238,17 @@ class KVCacheManager:
     def rollback(self, binding: Binding) -> None:
         """Undo the binds of a step that is not executed or has failed.
 
-        Evictions stay. What was to be saved of the requests that the draft preempts is dropped.
+        Evictions stay.
         """
         binding.require("rollback", BindingStage.OPEN, BindingStage.BOUND)
         self._undo(binding, 0, 0, decodes=True)
         binding.stage = BindingStage.OPEN
-        if self.swap is not None:
-            self.swap.drop_uncopied(binding.draft.swapped)
 
     def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
         """A request entered the batch with this chunk; count what it reuses. `again`: it ran before."""
         state, hit = chunk.state, chunk.hit
+        if again:
+            self.forget(state)
         if hit is not None and state.request.reports_hit:
             self.index.report_hit(hit)
         if hit is None or state.max_reusable < len(state.tokens) - 1:  # what it may not reuse is no miss
@@ -285,41 +281,34 @@ class KVCacheManager:
 
     # -- tiers below the device
 
-    def bring_up(self, state: RequestState, *, start: bool) -> TierLookup:
-        """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`."""
-        assert self.tiers is not None
-        path = state.request_id, state.tokens, self.namespace_of(state.request.namespace), state.max_reusable
-        return self.tiers.request(*path, self._account_of(state), start=start)
+    def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
+        """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`.
 
-    def _save(self, blocks: RequestBlocks, use: Use | None = None) -> None:
-        """Have tiers keep the path of a request, which is pinned. `use`: it leaves."""
-        if self.tiers is not None:
-            self.tiers.offer(blocks.hit, blocks.own.account, use)
-
-    # -- preempted requests in host memory
-
-    def swap_out(self, binding: Binding, state: RequestState) -> bool:
-        """Plan the copies that save what a request loses by preemption.
-
-        Returns False if they do not fit. Comes before the bind, since these copies must come before all
-        others of the step.
+        `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
+        beside a block for each running request.
         """
-        if self.swap is None or not self.quotes.resume_cost(state).fits:
-            return False
-        table, first = self.block_table(state.request_id), self.quotes.first_lost_block(state)
-        binding.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)
-        return True
-
-    def give_up_saved(self, draft: Draft) -> None:
-        """Drop saved KV that a failed step brought back; it may be the cause."""
-        for chunk in draft.admitted():
-            if chunk.hit is not None and chunk.hit.num_swapped:
-                self.forget(chunk.state)
+        assert self.tiers is not None
+        tokens, namespace, has_room = state.tokens, self.namespace_of(state.request.namespace), True
+        if not admits:
+            cached = self.quotes.lookup(tokens, namespace, state.max_reusable)
+            wanted = self.quotes.blocks_to_admit(cached, len(tokens) - cached.num_tokens) + len(self._tables)
+            has_room = wanted <= self.quotes.available_blocks()
+        path = state.request_id, tokens, namespace, state.max_reusable
+        return self.tiers.request(*path, self._account_of(state), start=start, has_room=has_room)
 
     def forget(self, state: RequestState) -> None:
-        """Drop the saved KV of a request, if there is any."""
-        if self.swap is not None:
-            self.swap.drop(state.request_id)
+        """The request runs again or has ended: tiers need not hold its KV."""
+        if self.tiers is not None:
+            self.tiers.let_go(state.request_id)
+
+    def _save(self, state: RequestState, blocks: RequestBlocks, use: Use | None, *, ended: bool) -> None:
+        """Have tiers keep the path of a request, which is pinned. `use`: it leaves the batch."""
+        if self.tiers is None:
+            return
+        if use is None or ended:
+            self.tiers.offer(blocks.hit, blocks.own.account, use)
+        else:
+            self.tiers.hold(state.request_id, blocks.hit, blocks.own.account, use)
 
     # -- after the step
 
@@ -335,10 +324,6 @@ class KVCacheManager:
             self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
         if self.checkpoints is not None:
             self.checkpoints.executed(binding, self._tables.find)
-        if self.swap is not None and self.swap.num_used:
-            self.swap.copied(binding.draft.swapped)
-            for chunk in binding.draft.admitted():
-                self.swap.drop(chunk.state.request_id)
 
     def foresee(self, chunks: Iterable[Chunk]) -> None:
         """Publish what the in-flight step computes, as `commit` will register it.
@@ -369,7 +354,7 @@ class KVCacheManager:
                 self._registrar.register(blocks, state.num_computed)
         elif was_published or prompt > blocks.num_shared * self.block_size:
             self._registrar.register(blocks, prompt)
-            self._save(blocks)
+            self._save(state, blocks, None, ended=False)
             group = state.request.group
             if group is not None and self.prefix_caching and self.checkpoints is None:
                 self._tails.offer(group, blocks)
@@ -400,7 +385,7 @@ class KVCacheManager:
         )
         if keep:
             self._registrar.register(blocks, state.num_computed)
-            self._save(blocks, use)
+            self._save(state, blocks, use, ended=ended)
         else:
             self._registrar.unpublish_all(blocks)
         self.index.unpin(blocks.hit, use)
@@ -466,8 +451,6 @@ class KVCacheManager:
         if self.tiers is not None:
             self.tiers.arrivals.check()
             self.tiers.check()
-        if self.swap is not None:
-            self.swap.check()
 
     # -- inside
 
@@ -545,9 +528,6 @@ class KVCacheManager:
         """Copies of what a hit counts on outside the index."""
         if hit.tail is not None:
             return self._tails.copies_of(hit.tail, request_id)
-        if hit.num_swapped:
-            assert self.swap is not None
-            return self.swap.copies_back(hit, request_id, self.block_table(request_id))
         return ()
 
     def _undo(self, binding: Binding, num_bound: int, num_kept: int, *, decodes: bool) -> None:

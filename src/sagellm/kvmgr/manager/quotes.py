@@ -8,7 +8,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PromptSpan, ReuseRecorder, SpanState
-from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
+from sagellm.core.protocols.scheduler_ir import BlockBudget
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
 from sagellm.kvmgr.manager.page_groups import PageGroups
@@ -18,7 +18,6 @@ from sagellm.kvmgr.manager.prefix_sharing import (
     SharedTails,
     SharingGroups,
 )
-from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import BlockTables
 
 
@@ -35,7 +34,6 @@ class Quotes:
         pins: PinnedPrefixes,
         groups: SharingGroups,
         page_groups: PageGroups | None,
-        swap: SwapSpace | None,
         tiers: KVTiers | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
@@ -45,8 +43,7 @@ class Quotes:
         self._index, self._pool, self._quota = allocator.index, allocator.pool, allocator.quota
         self._tables, self._allocator, self._windows = tables, allocator, windows
         self._registrar, self._tails, self._pins, self._groups = registrar, tails, pins, groups
-        self._pages, self._swap, self._metrics, self._now = page_groups, swap, metrics, now
-        self._tiers = tiers
+        self._pages, self._tiers, self._metrics, self._now = page_groups, tiers, metrics, now
         self._per_block = 1 if page_groups is None else page_groups.per_block
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
         self.block_size = self._pool.block_size
@@ -61,8 +58,7 @@ class Quotes:
     def version(self) -> int:
         parts = self._tables, self._allocator, self._registrar, self._pins
         changes = sum(part.num_changes for part in parts)
-        changes += 0 if self._tiers is None else self._tiers.arrivals.num_changes
-        return changes + (0 if self._swap is None else self._swap.num_changes)
+        return changes + (0 if self._tiers is None else self._tiers.arrivals.num_changes)
 
     def match(self, state: RequestState) -> PrefixHit:
         """The longest reusable prefix, within `state.max_reusable`."""
@@ -74,9 +70,7 @@ class Quotes:
             hit = self.lookup(state.tokens, namespace, 0)
         if self._metrics is not None:
             self._metrics.observe_match(self._now() - began_s)
-        if self._swap is not None:
-            hit = self._swap.extend_hit(hit, state.request_id)
-        if state.request.group is None or hit.num_swapped:
+        if state.request.group is None:
             return hit
         return self._tails.extend_hit(hit, state, limit)
 
@@ -164,13 +158,12 @@ class Quotes:
         behind = self._windows.num_behind(blocks) if self._pages is None else 0
         return len(blocks.own.block_ids) - behind + self._index.num_held_alone(blocks.hit)
 
-    def resume_cost(self, state: RequestState) -> ResumeCost:
-        first, swap = self.first_lost_block(state), self._swap
+    def resume_s(self, state: RequestState) -> float:
+        first = self.first_lost_block(state)
         recompute_s = max(0, state.num_computed - first * self.block_size) * self._prefill_token_s
-        if swap is None or self._windows.width is not None or self._pages is not None:
-            return ResumeCost(0, 0, recompute_s, 0.0)
-        num_blocks = cdiv(state.num_computed, self.block_size) - first
-        return ResumeCost(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)
+        if self._tiers is None:
+            return recompute_s
+        return min(recompute_s, self._tiers.load_s(cdiv(state.num_computed, self.block_size) - first))
 
     def _ceilings_of(self, account: Account) -> Mapping[str, int]:
         """Blocks left below each ceiling of the account, counting those that can be freed."""

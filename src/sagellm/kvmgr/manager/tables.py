@@ -145,6 +145,9 @@ class BlockTables:
         self._last_executed = 0
         self.num_changes = 0
 
+    def __len__(self) -> int:
+        return len(self._by_id)
+
     def __iter__(self) -> Iterator[RequestBlocks]:
         return iter(self._by_id.values())
 

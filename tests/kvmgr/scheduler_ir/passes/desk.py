@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
+from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, SchedulerPass, StepFacts
 from sagellm.core.types import SLO, Namespace, Request, RequestStatus, SamplingParams, Tokens
 
 
@@ -26,9 +26,9 @@ class DeskView:
     cached: dict[str, int] = field(default_factory=dict)
     available: int = 1000
     num_matches: int = 0
-    num_host_free: int = 0
     token_s: float = 0.0
-    copy_s: float = 0.0
+    load_s: float = float("inf")
+    """Of a block, from a tier."""
 
     @property
     def kv(self) -> DeskView:
@@ -61,11 +61,9 @@ class DeskView:
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         return self._blocks(state.num_computed)
 
-    def resume_cost(self, state: RequestState) -> ResumeCost:
-        num_blocks = self.blocks_freed_by_preempting(state)
-        return ResumeCost(
-            num_blocks, self.num_host_free, state.num_computed * self.token_s, 2 * num_blocks * self.copy_s
-        )
+    def resume_s(self, state: RequestState) -> float:
+        load_s = self.blocks_freed_by_preempting(state) * self.load_s
+        return min(state.num_computed * self.token_s, load_s)
 
     def _blocks(self, num_tokens: int) -> int:
         return cdiv(num_tokens, self.block_size)

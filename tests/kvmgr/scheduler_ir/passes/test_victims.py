@@ -43,11 +43,11 @@ def test_each_policy_has_its_victim() -> None:
 
 
 def test_the_cheapest_takes_the_least_time_to_come_back_for_each_block() -> None:
-    """Computing again takes 1 s a token; copying there and back 2 s a block, if there is room."""
+    """Computing again takes 1 s a token, loading from a tier 2 s a block."""
     scene = [*SCENE, ("ragged", 37, 0.0, 0), ("whole", 40, 0.0, 0)]
-    without, little = DeskView(token_s=1.0), DeskView(num_host_free=3, token_s=1.0, copy_s=1.0)
+    without, tiers = DeskView(token_s=1.0), DeskView(token_s=1.0, load_s=2.0)
     assert left(decide(without, scene, victims="cheapest")) == ["ragged"], "3.7 s a block"
-    assert left(decide(little, scene, victims="cheapest")) == ["short"], "2 s a block"
+    assert left(decide(tiers, scene, victims="cheapest")) == ["short"], "2 s a block, and the fewest tokens"
 
 
 @pytest.mark.parametrize("victims", VICTIMS)
@@ -62,43 +62,7 @@ def test_only_later_requests_are_preempted_and_the_lowest_priority_first(victims
     assert left(draft) == ["last"], "no earlier request is preempted"
 
 
-@pytest.mark.parametrize(
-    ("swap", "copy_s", "num_host_free", "saved"),
-    [
-        ("cost", 1.0, 5, ["last"]),  # 10 s against 20
-        ("cost", 2.1, 5, []),  # 21 s against 20
-        ("always", 2.1, 5, ["last"]),
-        ("always", 1.0, 4, []),  # five blocks
-        ("never", 0.0, 5, []),
-        ("cost", 0.0, 0, []),
-    ],
-)
-def test_swap_or_recompute(swap: str, copy_s: float, num_host_free: int, saved: list[str]) -> None:
-    view = DeskView(num_host_free=num_host_free, token_s=1.0, copy_s=copy_s)
-    draft = decide(view, swap=swap)
-    assert (left(draft), draft.swapped) == (["last"], saved)
-    said = [(one.action, one.reason) for one in draft.decisions if one.request_id == "last"]
-    assert [action for action, _ in said] == ["preempt"] + ["swap"] * len(saved)
-    if saved and copy_s == 1.0:
-        assert said[1][1] == "5 blocks to host memory: 1e+04 ms to copy, 2e+04 ms to compute again"
-
-
-def test_room_in_host_memory_is_counted_down() -> None:
-    """Two have to go for one block each needs; only the first finds room."""
-    view = DeskView(num_host_free=6, token_s=1.0)
-    running = [admit(state(name, 24), 20) for name in "abcd"]
-    draft = Draft(StepStart(0, 0.0), 64, running, [])
-    draft.chunks["a"] = Chunk(running[0], 20, 4)
-    draft.preempted[running[2]] = False  # by a pass before
-    view.available = -5
-    strategies.make_pass("memory_aware_preemption", {})(draft, view)
-    assert left(draft) == ["c", "d"]
-    assert draft.swapped == ["c"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"victims": "oldest"}, {"swap": "sometimes"}, {"watermark": "x"}, {"watermark": -3}]
-)
+@pytest.mark.parametrize("options", [{"victims": "oldest"}, {"watermark": "x"}, {"watermark": -3}])
 def test_wrong_options_are_refused_with_what_there_is(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"is one of (last, newest|cost, always)|a number of blocks, 0 or"):
+    with pytest.raises(ConfigError, match=r"is one of last, newest|a number of blocks, 0 or"):
         strategies.make_pass("memory_aware_preemption", options)

@@ -12,6 +12,7 @@ line in the log; what it cannot read is a miss, and the engine goes on.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ LATENCY_S = 1e-3
 """Assumed time of a load before its first byte."""
 FEWEST_MEASURED_BYTES = 1 << 20
 """Loads of fewer bytes say nothing about bandwidth."""
+MAX_HELD_SHARE = 0.5
+"""Share of a tier that preempted requests may hold together."""
 REGAINED = 1.05
 """Each load that is refused raises the assumed bandwidth of its tier by this factor, up to
 `FIRST_BYTES_PER_S`, so that a tier that was slow once is tried again."""
@@ -45,6 +48,14 @@ class _Store:
 
     hit: PrefixHit
     stores: dict[Tier, TierStore]
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A path of a preempted request. `prefix` pins what its tier has of it."""
+
+    tier: KVTier
+    prefix: PrefixHit
 
 
 @dataclass(slots=True)
@@ -78,9 +89,10 @@ class HierarchyManager:
         self._migrator, self._costs, self._block_bytes = migrator, costs, bytes_per_block
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, _Load] = {}
+        self._holds: dict[str, _Hold] = {}
         self._move_of: dict[str, int] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
-        self._bytes_per_s: dict[Tier, float] = {}
+        self._bytes_per_s = {tier.tier: FIRST_BYTES_PER_S for tier in tiers}
         self._came: list[str] = []
         self.num_dropped = 0
 
@@ -89,8 +101,11 @@ class HierarchyManager:
     def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT, use: Use | None = None) -> None:
         if not hit.num_blocks:
             return
+        self._offer_to(self.tiers, hit, account, use)
+
+    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> None:
         stores: dict[Tier, TierStore] = {}
-        for tier in self.tiers:
+        for tier in tiers:
             missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
             num_bytes = self._migrator.num_pending_bytes + missing * self._block_bytes
             has_time = num_bytes <= MAX_PENDING_BYTES
@@ -118,6 +133,39 @@ class HierarchyManager:
         )  # fmt: skip
         self._stores[self._migrator.migrate(plan)] = _Store(pinned, stores)
 
+    # -- preempted requests
+
+    def hold(self, request_id: str, hit: PrefixHit, account: Account, use: Use) -> None:
+        self.let_go(request_id)
+        tier = next((tier for tier in self.tiers if not tier.fault), None)
+        if tier is None or not hit.num_blocks or not self._may_hold(tier, hit):
+            return
+        self._offer_to((tier,), hit, account, use)
+        while self._stores:
+            self._migrator.wait(1.0)
+            self._came = self.poll()
+        saved = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
+        self._holds[request_id] = _Hold(tier, tier.index.pin(saved, is_use=False))
+
+    def _may_hold(self, tier: KVTier, hit: PrefixHit) -> bool:
+        if self._num_held(tier) + hit.num_blocks > MAX_HELD_SHARE * tier.pool.total_blocks:
+            return False
+        missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
+        copies_s = self._load_s(tier.tier, missing) + self._load_s(tier.tier, hit.num_blocks)
+        return copies_s < self._costs.recompute_s(SimpleExtent(0, hit.num_blocks))
+
+    def _num_held(self, tier: KVTier) -> int:
+        return sum(held.prefix.num_blocks for held in self._holds.values() if held.tier is tier)
+
+    def let_go(self, request_id: str) -> None:
+        held = self._holds.pop(request_id, None)
+        if held is not None:
+            held.tier.index.unpin(held.prefix, is_use=False)
+
+    def load_s(self, num_blocks: int) -> float:
+        times = (self._load_s(tier.tier, num_blocks) for tier in self.tiers if not tier.fault)
+        return next(times, math.inf)
+
     # -- up
 
     def request(
@@ -129,6 +177,7 @@ class HierarchyManager:
         account: Account = NO_ACCOUNT,
         *,
         start: bool = True,
+        has_room: bool = True,
     ) -> TierLookup:
         if request_id in self._move_of:
             return TierLookup.HIT_PENDING
@@ -136,7 +185,9 @@ class HierarchyManager:
         found, tier = self._best(tokens, namespace, max_tokens, cached)
         if tier is None:
             return TierLookup.MISS
-        arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
+        arrival = None
+        if has_room:
+            arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
         if arrival is None:
             return TierLookup.RETRY
         load = _Load(request_id, tier, tier.begin_load(found), arrival)
@@ -184,12 +235,14 @@ class HierarchyManager:
 
     def _is_worth(self, tier: Tier, first: int, stop: int) -> bool:
         extent = SimpleExtent(0, stop - first, first_position=first)
-        bytes_per_s = self._bytes_per_s.setdefault(tier, FIRST_BYTES_PER_S)
-        load_s = LATENCY_S + (stop - first) * self._block_bytes / bytes_per_s
-        is_worth = load_s < self._costs.recompute_s(extent)
+        is_worth = self._load_s(tier, stop - first) < self._costs.recompute_s(extent)
         if not is_worth:
-            self._bytes_per_s[tier] = min(REGAINED * bytes_per_s, FIRST_BYTES_PER_S)
+            self._bytes_per_s[tier] = min(REGAINED * self._bytes_per_s[tier], FIRST_BYTES_PER_S)
         return is_worth
+
+    def _load_s(self, tier: Tier, num_blocks: int) -> float:
+        """Seconds that copying so many blocks takes, by the bandwidth that recent loads reached."""
+        return LATENCY_S + num_blocks * self._block_bytes / self._bytes_per_s[tier]
 
     # -- what has ended
 
@@ -245,7 +298,7 @@ class HierarchyManager:
         return self._migrator.wait(timeout_s)
 
     def states(self) -> list[TierState]:
-        return [tier.state() for tier in self.tiers]
+        return [tier.state(self._num_held(tier)) for tier in self.tiers]
 
     def faults(self) -> list[str]:
         return [f"{tier.tier}: {tier.fault}" for tier in self.tiers if tier.fault]
@@ -270,6 +323,9 @@ class HierarchyManager:
         """Raise `BookkeepingError` where the books of tiers and moves disagree."""
         for tier in self.tiers:
             tier.check()
+            num_held = self._num_held(tier)
+            if num_held > MAX_HELD_SHARE * tier.pool.total_blocks:
+                raise BookkeepingError(f"preempted requests hold {num_held} blocks of the tier {tier.tier}")
         unknown = set(self._move_of.values()) - self._loads.keys() - {0}
         if unknown:
             raise BookkeepingError(f"requests wait for moves {unknown}, which are not under way")

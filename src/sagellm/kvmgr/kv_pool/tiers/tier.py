@@ -166,12 +166,12 @@ class KVTier:
             self.pool.hand_over(every, 0, len(every.block_ids), OWNER)
             self.pool.free(every)
 
-    def state(self) -> TierState:
-        """Its counts now."""
+    def state(self, num_held: int) -> TierState:
+        """Its counts now; preempted requests hold `num_held` blocks."""
         misses = {outcome.value: count for outcome, count in self.misses.items()}
         counts = self.num_stored, self.num_loaded, self.num_evicted
         return TierState(
-            self.tier, self.pool.total_blocks, self.index.num_cached, *counts, misses, self.fault
+            self.tier, self.pool.total_blocks, self.index.num_cached, num_held, *counts, misses, self.fault
         )
 
     def clear(self) -> int:

@@ -19,17 +19,12 @@ from sagellm.core.protocols.scheduler_ir import (
 )
 from sagellm.kvmgr.scheduler_ir._queue import prefix_hit
 
-SWAPS = ("cost", "always", "never")
-
 
 class MemoryAwarePreemptionPass:
     """Preempts later requests of `draft.running` for earlier ones; admits in order, without overtaking.
 
     `victims` names the rule that chooses which of the later requests is preempted, among those of the lowest
-    priority: `last`, `newest`, `most_blocks` or `cheapest`. `swap` says whether the KV of a preempted
-    request, also of one that an earlier pass preempted, is saved in host memory where the backend has room
-    for it: by `cost`, if copying it there and back takes less time than computing it again; `always`;
-    `never`.
+    priority: `last`, `newest`, `most_blocks` or `cheapest`.
 
     A waiting request is admitted if its whole prompt fits and, while others run, leaves `watermark` blocks
     for each of them, so that it does not cause a preemption at once. A step that preempts admits none.
@@ -37,13 +32,12 @@ class MemoryAwarePreemptionPass:
 
     name = "memory_aware_preemption"
 
-    def __init__(self, watermark: int = 1, victims: str = "last", swap: str = "cost") -> None:
+    def __init__(self, watermark: int = 1, victims: str = "last") -> None:
         if type(watermark) is not int or watermark < 0:
             raise ValueError(f"watermark is a number of blocks, 0 or more, got {watermark!r}")
-        for name, value, known in (("victims", victims, tuple(VICTIMS)), ("swap", swap, SWAPS)):
-            if value not in known:
-                raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-        self.watermark, self.victims, self.swap = watermark, victims, swap
+        if victims not in tuple(VICTIMS):
+            raise ValueError(f"victims is one of {', '.join(VICTIMS)}, got {victims!r}")
+        self.watermark, self.victims = watermark, victims
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         block_budget = view.kv.block_budget()
@@ -59,8 +53,6 @@ class MemoryAwarePreemptionPass:
         if not block_budget.spend_together(len(decodes) + sum(prices.values())):
             prices |= dict.fromkeys((state.request_id for state in decodes), 1)
             self._fit_running(draft, view, block_budget, prices)
-        if draft.preempted and self.swap != "never":
-            self._swap_out(draft, view)
         if admits:
             self._fit_admitted(draft, view, block_budget)
 
@@ -122,21 +114,6 @@ class MemoryAwarePreemptionPass:
         draft.reject(state, f"out of KV memory: {reason}")
         draft.record(self.name, state, "reject", reason)
 
-    def _swap_out(self, draft: Draft, view: SchedulingView) -> None:
-        """Have the KV of preempted requests saved, where it fits and pays."""
-        num_taken = 0
-        for state, is_saved in draft.preempted.items():
-            cost = view.kv.resume_cost(state)
-            cost = cost._replace(num_free=cost.num_free - num_taken)
-            if is_saved or not cost.fits:
-                continue
-            if self.swap == "cost" and 0 < cost.recompute_s < cost.swap_s:
-                continue
-            num_taken += cost.num_host_blocks
-            draft.preempted[state] = True
-            times = f"{cost.swap_s * 1e3:.3g} ms to copy, {cost.recompute_s * 1e3:.3g} ms to compute again"
-            draft.record(self.name, state, "swap", f"{cost.num_host_blocks} blocks to host memory: {times}")
-
     # -- admitted requests
 
     def _fit_admitted(self, draft: Draft, view: SchedulingView, block_budget: BlockBudget) -> None:
@@ -176,9 +153,8 @@ def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
     """Least time to resume per released block; fewest computed tokens where times are unknown."""
 
     def price(state: RequestState) -> tuple[float, int]:
-        num_blocks, cost = kv.blocks_freed_by_preempting(state), kv.resume_cost(state)
-        resume_s = min(cost.recompute_s, cost.swap_s) if cost.fits else cost.recompute_s
-        return (resume_s / num_blocks if num_blocks else float("inf"), state.num_computed)
+        num_blocks = kv.blocks_freed_by_preempting(state)
+        return (kv.resume_s(state) / num_blocks if num_blocks else float("inf"), state.num_computed)
 
     return min(reversed(candidates), key=price)
 
