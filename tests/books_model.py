@@ -196,7 +196,7 @@ class Books:
 
     def copy(self, copies: list[BlockCopy]) -> None:
         for one in copies:
-            self.cells[one.target_block] = list(self.cells[one.source_block])
+            self.cells[one.target] = list(self.cells[one.source])
 
     def commit(self, chunk: Chunk) -> None:
         state = chunk.state

@@ -125,23 +125,11 @@ class BlockTableOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOp(Operation):
-    """One block is copied to another block or tier: a `BlockCopy`."""
+    """One block is copied to another: a `BlockCopy`."""
 
     word: ClassVar[str] = "copy"
-    source_tier: str
-    source_block: int
-    target_tier: str
-    target_block: int
-
-    @property
-    def source(self) -> tuple[str, int]:
-        """Tier and block that are read."""
-        return self.source_tier, self.source_block
-
-    @property
-    def target(self) -> tuple[str, int]:
-        """Tier and block that are written."""
-        return self.target_tier, self.target_block
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

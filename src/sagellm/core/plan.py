@@ -285,12 +285,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one block between tiers ('hbm', 'dram', 'nvme') before the step computes."""
+    """Copy one block of the device to another before the step computes."""
 
-    source_tier: str
-    source_block: int
-    target_tier: str
-    target_block: int
+    source: int
+    target: int
 
 
 class KeptState(NamedTuple):

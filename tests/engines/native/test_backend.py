@@ -179,14 +179,15 @@ def test_copied_blocks_serve_as_the_originals(backend: RecordingBackend) -> None
     expected = generate(backend, prompt, GREEDY).outputs
     join = Join(0, "a", Tokens(prompt).tobytes(), 10, 0, (0, 1, 2), GREEDY, frozenset())
     backend.execute(ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "a", 0, 10, True),)))
-    copies = tuple(BlockCopy("hbm", i, "hbm", 40 - i) for i in range(3))
+    copies = tuple(BlockCopy(i, 40 - i) for i in range(3))
     moved = BlockTableDelta(0, 0, (40, 39, 38))
     result = backend.execute(
         ExecutionPlan(1, table_deltas=(moved,), copies=copies, decode_rows=(0,), decode_positions=(10,))
     )
     assert result.token_ids == (expected[1],)
-    with pytest.raises(PlanError, match="hbm"):
-        backend.execute(ExecutionPlan(2, copies=(BlockCopy("hbm", 0, "dram", 0),)))
+    for missing in (BlockCopy(0, 1 << 20), BlockCopy(-1, 0)):
+        with pytest.raises(PlanError, match="the device has"):
+            backend.execute(ExecutionPlan(2, copies=(missing,)))
 
 
 def test_plans_that_cannot_be(backend: RecordingBackend) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagellm.core.blocks import Tier
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.backend import NativeBackend
@@ -85,7 +84,7 @@ def test_blocks_are_cleared_and_copied() -> None:
     kv = PagedKV(2, 1024, 16, 2, 64, CPU, torch.float32)
     assert kv.keys[0].nbytes > FEWEST_BYTES
     kv.write(1, torch.tensor([33]), torch.ones(1, 2, 64), torch.full((1, 2, 64), torch.inf))
-    kv.copy_blocks([BlockCopy(Tier.HBM, 2, Tier.HBM, 1000)])
+    kv.copy_blocks([BlockCopy(2, 1000)])
     assert torch.isinf(kv.values[1][1000, 1]).all()
     kv.clear_blocks([2])
     assert not kv.values[1][2].any()

@@ -46,13 +46,13 @@ def test_a_step_takes_what_it_costs() -> None:
             decode_rows=(0, 1),
             decode_positions=(9, 20),
             prefills=(Prefill(2, "c", 16, 30, samples=True),),
-            copies=(BlockCopy("dram", 1, "hbm", 2), BlockCopy("dram", 3, "hbm", 4)),
+            copies=(BlockCopy(1, 2), BlockCopy(3, 4)),
             transfers=(Transfer("a", (1, 2, 3), "other"),),
         ),
     )
     made = backend(clock)
     block = 16 * 128 * 1024
-    shape = StepShape(2, 10 + 21, ((16, 30),), {("dram", "hbm"): 2 * block}, 3 * block)
+    shape = StepShape(2, 10 + 21, ((16, 30),), 2 * block, 3 * block)
     assert made.shape_of(plan) == shape
     result = made.execute(plan)
     assert clock.now() == 5.0 + COST.step_s(shape)

@@ -94,7 +94,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         decode_positions=tuple(position for _, position in decodes),
         chains=tuple(Chain(row, token_ids) for row, token_ids in chains if token_ids),
         prefills=draw(tuples(st.builds(Prefill, NUMBERS, NAMES, NUMBERS, NUMBERS, st.booleans()))),
-        copies=draw(tuples(st.builds(BlockCopy, TIERS, NUMBERS, TIERS, NUMBERS))),
+        copies=draw(tuples(st.builds(BlockCopy, NUMBERS, NUMBERS))),
         transfers=draw(tuples(st.builds(Transfer, NAMES, BLOCKS, NAMES))),
         preempted=tuple(draw(st.lists(NAMES, max_size=3))),
         rejected=tuple(draw(st.lists(st.tuples(NAMES, st.text(max_size=9)), max_size=2))),

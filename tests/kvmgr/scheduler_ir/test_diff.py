@@ -49,7 +49,7 @@ def test_one_step_under_two_schedulers() -> None:
         prefills=(Prefill(2, "new", 0, 4, False),),
         preempted=("calm",),
         rejected=(("big", "too long"),),
-        copies=(BlockCopy("hbm", 3, "dram", 1),),
+        copies=(BlockCopy(3, 1),),
         transfers=(Transfer("new", (4,), "d0"),),
         placements=(("new", PhasePlacement(decode="d0", ffn="f0")),),
         decisions=(Decision("memory_aware_preemption", "calm", "preempt", "old comes first"),),
@@ -63,7 +63,7 @@ def test_one_step_under_two_schedulers() -> None:
         '+ "calm" left',
         '- "calm" computes decode at 5',
         '+ "big" rejected: too long',
-        "+ copy hbm 3 to dram 1",
+        "+ copy 3 to 1",
         '+ "new" sends blocks [4] to @d0',
     ]
     back = [change.sign for change in diff(other, FIRST, ROWS, ROWS)]

@@ -43,9 +43,9 @@ def test_an_operation_comes_after_those_it_depends_on() -> None:
         decode_positions=(4, 3),
         prefills=(Prefill(2, "new", 0, 6, True),),
         copies=(
-            BlockCopy("hbm", 4, "dram", 0),
-            BlockCopy("dram", 7, "hbm", 8),
-            BlockCopy("dram", 0, "hbm", 3),
+            BlockCopy(4, 20),
+            BlockCopy(7, 8),
+            BlockCopy(20, 3),
         ),
         transfers=(Transfer("old", (1,), "d0"),),
         preempted=("gone",),

@@ -48,7 +48,7 @@ PLAN = ExecutionPlan(
     decode_rows=(1,),
     decode_positions=(12,),
     prefills=(Prefill(3, "c", 8, 14, True),),
-    copies=(BlockCopy("dram", 4, "hbm", 7),),
+    copies=(BlockCopy(4, 7),),
     transfers=(Transfer("c", (0, 1), "d0"),),
     preempted=("b",),
     rejected=(("x", 'it said "no"'),),
@@ -65,7 +65,7 @@ step 7 @local
 %4 = resume row 3 "c" computed 8 prompt 21 blocks [0, 1, 7] tokens [100:121, 5] \
 params {"temperature": 0.0, "logit_bias": [[5, 1.5]], "stop": ["\\n"]} eos [2] after %3
 %5 = table row 1 "a" from 3 blocks [17]
-%6 = copy dram 4 to hbm 7
+%6 = copy 4 to 7
 %7 = decode row 1 "a" at 12 after %2, %5
 %8 = prefill row 3 "c" tokens 8:22 samples after %4, %6
 %9 = transfer "c" blocks [0, 1] to @d0 after %8
@@ -180,7 +180,7 @@ def test_comments_and_empty_lines_are_left_out() -> None:
         ("%0 = table row 1 from 0 blocks [4:4]", "column 35: expected an end from 5 to"),
         ("%0 = table row 1 from 0 blocks [0:99999999999]", "column 35: expected an end from 1 to"),
         ("%0 = table row 1 from 0 blocks 4", "column 32: expected blocks as [1, 4:7], found 4"),
-        ("%0 = copy hbm 4 into hbm 5", "column 17: expected 'to', found into"),
+        ("%0 = copy 4 into 5", "column 13: expected 'to', found into"),
         ('%0 = reject "a"', "column 16: expected 'because', the line ends"),
         (
             '%0 = join row 1 "a" computed 0 prompt 1 blocks [0] tokens [4294967296]',

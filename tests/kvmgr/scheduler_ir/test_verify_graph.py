@@ -89,10 +89,10 @@ def test_all_that_is_wrong_is_listed() -> None:
 
 
 def test_a_window_hides_what_lies_behind_it() -> None:
-    overwritten = 'step 5 @local\n%0 = copy dram 0 to hbm 1\n%1 = decode row 0 "old" at 8\n'
+    overwritten = 'step 5 @local\n%0 = copy 20 to 1\n%1 = decode row 0 "old" at 8\n'
     rows = {"local": Rows({0: Row("old", 9, 3, 8, [1, 2, 4])})}
     verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, windows=(4,))
-    with pytest.raises(PlanError, match="overwrites hbm block 1"):
+    with pytest.raises(PlanError, match="overwrites block 1"):
         verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, windows=(6,))
 
 

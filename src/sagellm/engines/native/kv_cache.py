@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
 from sagellm.core.types import KVGroup, Window, width
@@ -181,15 +181,11 @@ class PagedKV:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks of the pool in order.
 
-        Raises `PlanError` for another tier or a block that does not exist, before anything is copied.
+        Raises `PlanError` for a block that does not exist, before anything is copied.
         """
         for copy in copies:
-            for tier, block in (
-                (copy.source_tier, copy.source_block),
-                (copy.target_tier, copy.target_block),
-            ):
-                if tier != Tier.HBM or not 0 <= block < self.num_blocks:
-                    raise PlanError(f"{copy}: a backend copies among its {self.num_blocks} blocks in hbm")
+            if not 0 <= min(copy.source, copy.target) <= max(copy.source, copy.target) < self.num_blocks:
+                raise PlanError(f"{copy}: the device has {self.num_blocks} blocks")
         for copy in copies:
             for pool in self._pools:
-                pool[copy.target_block].copy_(pool[copy.source_block], non_blocking=True)
+                pool[copy.target].copy_(pool[copy.source], non_blocking=True)

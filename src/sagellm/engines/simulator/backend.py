@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
@@ -138,12 +137,11 @@ class SimulatedBackend:
             chunks += [(position_of[row], 1 + len(ids)) for row, ids in plan.chains]
             num_decodes -= len(plan.chains)
             decode_context -= sum(position_of[row] for row, _ in plan.chains)
-        copied = Counter((copy.source_tier, copy.target_tier) for copy in plan.copies)
         return StepShape(
             num_decodes,
             decode_context + num_decodes,
             tuple(chunks),
-            {tiers: count * self._bytes_per_block for tiers, count in copied.items()},
+            len(plan.copies) * self._bytes_per_block,
             sum(len(transfer.block_ids) for transfer in plan.transfers) * self._bytes_per_block,
         )
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError
 from sagellm.engines.simulator.devices import DeviceSpec
 from sagellm.engines.simulator.models import ModelShape
@@ -23,20 +21,19 @@ from sagellm.engines.simulator.models import ModelShape
 Floats: TypeAlias = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 LAYERS = 32
-NO_BYTES: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class StepShape(NamedTuple):
     """What a step computes and moves.
 
     `decode_context`: tokens that each decoding row attends to, its own included, summed over the rows.
-    `prefills`: (start, num_tokens) of each prompt chunk. `bytes_copied`: by (source tier, target tier).
+    `prefills`: (start, num_tokens) of each prompt chunk. `bytes_copied`: from block to block of the device.
     """
 
     num_decodes: int = 0
     decode_context: int = 0
     prefills: tuple[tuple[int, int], ...] = ()
-    bytes_copied: Mapping[tuple[str, str], int] = NO_BYTES
+    bytes_copied: int = 0
     bytes_transferred: int = 0
 
 
@@ -144,23 +141,8 @@ class CostModel:
         return steps_s
 
     def moves_s(self, shape: StepShape) -> float:
-        """Seconds of copies between tiers, one after the other, and of transfers.
-
-        The slower tier determines the speed of a copy.
-        """
-        device = self.device
-        speeds: Mapping[str, float] = {
-            Tier.HBM: device.bandwidth / 2,
-            Tier.DRAM: device.pcie,
-            Tier.NVME: device.nvme,
-        }
-        copies_s = []
-        for pair, num_bytes in shape.bytes_copied.items():
-            for tier in pair:
-                if tier not in speeds:
-                    raise ConfigError(f"no tier {tier!r}; tiers are {', '.join(speeds)}")
-            copies_s.append(num_bytes / min(speeds[tier] for tier in pair))
-        return sum(copies_s) + shape.bytes_transferred / device.network
+        """Seconds of copies within the device, which read and write, and of transfers."""
+        return 2 * shape.bytes_copied / self.device.bandwidth + shape.bytes_transferred / self.device.network
 
     def columns(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
         """The arguments of `compute_s`: the work of the data-parallel group with most work.

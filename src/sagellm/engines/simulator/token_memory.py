@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
 
-from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
@@ -198,9 +197,7 @@ class TokenMemoryBackend:
 
     def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
-        first, target = copy.source_block * size, copy.target_block * size
-        if {copy.source_tier, copy.target_tier} != {Tier.HBM}:
-            raise BookkeepingError(f"{copy} is not within the device")
+        first, target = copy.source * size, copy.target * size
         self._memory[target : target + size] = self._memory[first : first + size]
 
     def _compute(self, row_id: int, start: int, end: int) -> None:

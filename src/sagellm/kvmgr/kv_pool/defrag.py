@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy
 
@@ -36,9 +35,9 @@ def plan_compaction(used: Iterable[int], total_blocks: int, max_copies: int | No
     return dict(zip(sources[:best], targets[:best], strict=True))
 
 
-def as_copies(moves: Mapping[int, int], tier: Tier = Tier.HBM) -> list[BlockCopy]:
-    """The moves as copies within one tier, for the plan that a backend executes."""
-    return [BlockCopy(tier, source, tier, target) for source, target in moves.items()]
+def as_copies(moves: Mapping[int, int]) -> list[BlockCopy]:
+    """The moves as copies, for the plan that a backend executes."""
+    return [BlockCopy(source, target) for source, target in moves.items()]
 
 
 def _longest_runs(taken: bytearray, sources: Sequence[int], targets: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sagellm.core.blocks import NO_PAGE, Tier
+from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
@@ -271,7 +271,7 @@ class SharedTails:
         """The copies of the shared block to the same index of the request's tables."""
         donor, request = self._tables[tail.request_id], self._tables[request_id]
         pairs = zip(donor.blocks_at(tail.position), request.blocks_at(tail.position), strict=True)
-        return [BlockCopy(Tier.HBM, source, Tier.HBM, target) for source, target in pairs]
+        return [BlockCopy(source, target) for source, target in pairs]
 
     def check(self) -> None:
         """Raise `BookkeepingError` where a request that is not running shares its last block."""

@@ -170,9 +170,7 @@ def _moves(a: ExecutionPlan, b: ExecutionPlan) -> Iterator[Change]:
             continue
         for copy in plan.copies:
             if copy not in other.copies:
-                source = f"{copy.source_tier} {copy.source_block}"
-                target = f"{copy.target_tier} {copy.target_block}"
-                yield Change(sign, None, f"copy {source} to {target}")
+                yield Change(sign, None, f"copy {copy.source} to {copy.target}")
         for sent in plan.transfers:
             if sent not in other.transfers:
                 blocks = numbers(sent.block_ids)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from sagellm.core.blocks import Tier
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import (
     BOTH_PHASES,
@@ -158,8 +157,8 @@ class _Derivation:
         self._placed: dict[str, int] = {}
         self._row_op: dict[int, int] = {}  # the last operation that changed the row or its table
         self._new_blocks: defaultdict[int, set[int]] = defaultdict(set)  # by row: added in this step
-        self._reads: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # copies by block
-        self._writes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self._reads: defaultdict[int, list[int]] = defaultdict(list)  # copies by block
+        self._writes: defaultdict[int, list[int]] = defaultdict(list)
         self._computes: defaultdict[str | None, list[int]] = defaultdict(list)
 
     def add(self, plan: ExecutionPlan) -> None:
@@ -190,11 +189,10 @@ class _Derivation:
                 **delta._asdict(),
             )
         for copy in plan.copies:
-            source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
-            after_copies = {*self._writes[source], *self._writes[target], *self._reads[target]}
+            after_copies = {*self._writes[copy.source], *self._writes[copy.target], *self._reads[copy.target]}
             op_id = self._add(CopyOp, after_copies, **_fields_of(copy))
-            self._reads[source].append(op_id)
-            self._writes[target].append(op_id)
+            self._reads[copy.source].append(op_id)
+            self._writes[copy.target].append(op_id)
         self._compute(plan)
         for kept in plan.kept_states:
             occupant = self._names.get(kept.row)
@@ -244,7 +242,7 @@ class _Derivation:
         if self._names.get(row) in self._placed:
             after.add(self._placed[self._names[row]])
         for copies in (self._reads, self._writes):
-            for (tier, block), ops in copies.items():
-                if tier == Tier.HBM and block in self._new_blocks.get(row, ()):
+            for block, ops in copies.items():
+                if block in self._new_blocks.get(row, ()):
                     after.update(ops)
         return after

@@ -428,10 +428,8 @@ PREFILL = (
     Part("phase", "phase", PHASE, "a phase", default=Phase.PREFILL),
 )
 COPY = (
-    Part("", "source_tier", WORD_FORM, "a tier"),
-    Part("", "source_block", INTEGER, "a block"),
-    Part("to", "target_tier", WORD_FORM, "a tier"),
-    Part("", "target_block", INTEGER, "a block"),
+    Part("", "source", INTEGER, "a block"),
+    Part("to", "target", INTEGER, "a block"),
 )
 PLACES = tuple(Part(field.name, field.name, INSTANCE, default="") for field in fields(PhasePlacement))
 DECODE = (

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from sagellm.core.blocks import NO_PAGE, Tier, cdiv
+from sagellm.core.blocks import NO_PAGE, cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import (
     BOTH_PHASES,
@@ -446,7 +446,7 @@ def _id_problems(ops: Sequence[Operation], accesses: Sequence[Access]) -> Iterat
         elif isinstance(op, TransferOp):
             ids = op.block_ids
         elif isinstance(op, CopyOp):
-            ids = (op.source[1], op.target[1])
+            ids = (op.source, op.target)
         elif isinstance(op, KeepOp):
             ids = op.pages
         if any(block < 0 for block in ids):
@@ -472,20 +472,17 @@ def _writer_problems(accesses: Sequence[Access], order: GraphOrder) -> Iterator[
 
 def _copy_problems(copies: Sequence[CopyOp], order: GraphOrder) -> Iterator[str]:
     """Each copy alone, and copies with each other."""
-    targets: dict[tuple[str, int], CopyOp] = {}
+    targets: dict[int, CopyOp] = {}
     for op in copies:
-        for tier in {op.source[0], op.target[0]} - set(Tier):
-            yield f"{op.name}: there is no tier {tier!r}; tiers are {', '.join(Tier)}"
-        source, target = op.source, op.target
-        if source == target:
-            yield f"{op.name} copies {_block(*source)} to itself; leave it out"
-        other = targets.setdefault(target, op)
+        if op.source == op.target:
+            yield f"{op.name} copies block {op.source} to itself; leave it out"
+        other = targets.setdefault(op.target, op)
         if other is not op:
-            yield f"{op.name} copies into {_block(*target)}, and so does {other.name}; one can be right"
+            yield f"{op.name} copies into block {op.target}, and so does {other.name}; one can be right"
     for op in copies:
         writer = targets.get(op.source)
         if writer is not None and writer is not op and not order.are_ordered(op.op_id, writer.op_id):
-            both = f"{writer.name} copies into {_block(*op.source)}, which {op.name} reads in the same step"
+            both = f"{writer.name} copies into block {op.source}, which {op.name} reads in the same step"
             yield f"{both}; one has to come after the other"
 
 
@@ -494,16 +491,14 @@ def _race_problems(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[
     copied, never overwritten. A block that the row got in this step is ready once the copies from and into it
     are done."""
     op = access.op
-    tier, block = copy.target
-    if tier == Tier.HBM and block in access.reads:
-        if block not in access.new:
-            yield f"{copy.name} overwrites {_block(tier, block)}, which {op.name} reads; choose a free block"
+    if copy.target in access.reads:
+        if copy.target not in access.new:
+            yield f"{copy.name} overwrites block {copy.target}, which {op.name} reads; choose a free block"
         elif not order.comes_after(op.op_id, copy.op_id):
-            yield f"{op.name} reads {_block(tier, block)}, which {copy.name} fills; it has to come after that"
-    tier, block = copy.source
-    overwritten = tier == Tier.HBM and block in access.writes & access.new
+            yield f"{op.name} reads block {copy.target}, which {copy.name} fills; it has to come after that"
+    overwritten = copy.source in access.writes & access.new
     if overwritten and not order.comes_after(op.op_id, copy.op_id):
-        yield f"{op.name} writes {_block(tier, block)}, which {copy.name} saves; it has to come after that"
+        yield f"{op.name} writes block {copy.source}, which {copy.name} reads; it has to come after that"
 
 
 def _transfer_problems(op: TransferOp, accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
@@ -519,7 +514,3 @@ def _transfer_problems(op: TransferOp, accesses: Sequence[Access], order: GraphO
         foreign = sent - access.reads
         if foreign:
             yield f"{op.name} sends block {min(foreign)}, which is not in the request's table"
-
-
-def _block(tier: str, block: int) -> str:
-    return f"{tier} block {block}"
