@@ -121,12 +121,17 @@ def verify(
                 catalogue.commit([], found.bad, {})
     num_dropped = len(found.bad) if drop else 0
     if as_json:
-        values = {"blocks": found.num_blocks, "changed": found.num_changed, "bad": dict(found.causes)}
-        print(json.dumps({**values, "dropped": num_dropped}, indent=1))
+        values = {"blocks": found.num_blocks, "changed": found.num_changed, "twins": found.num_twins}
+        values |= {"bad": dict(found.causes), "dropped": num_dropped}
+        print(json.dumps(values, indent=1))
     else:
         right = found.num_blocks - found.num_changed - len(found.bad)
         print(f"{right:,} of {found.num_blocks:,} blocks are right, with {as_text(found.num_bytes)}")
         _print_causes("bad", found.causes)
+        if found.num_twins:
+            print(
+                f"{found.num_twins:,} blocks are stored twice; the next start of a server frees one of each"
+            )
         if found.num_changed:
             print(f"{found.num_changed:,} blocks were replaced by a server meanwhile")
         if num_dropped:
@@ -260,6 +265,7 @@ def _folder_values(reader: FolderReader) -> dict[str, Any]:
         "tokens_per_block": reader.token_bytes // TOKEN_BYTES,
         "codec": reader.codec,
         "blocks": len(links),
+        "twins": reader.num_rows() - len(links),
         "compressed_blocks": sum(link.num_bytes < size for link in links),
         "bytes": sum(link.num_bytes for link in links),
         "total_blocks": reader.num_slots,
@@ -277,7 +283,8 @@ def _folder_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name in ("model_fingerprint", "dtype", "layout", "num_layers", "num_kv_heads", "head_dim")
         if name in values["details"]
     )
-    total = values["total_blocks"]
+    used, total = values["blocks"] + values["twins"], values["total_blocks"]
+    twins = f", {values['twins']:,} of them twice" if values["twins"] else ""
     slab = as_text(values["slab_bytes"])
     if missing := values["missing_slab_bytes"]:
         slab += f", {as_text(missing)} too short: blocks behind its end are lost"
@@ -287,7 +294,7 @@ def _folder_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("of", details or "not recorded by the sagellm that wrote it"),
         ("one block", f"{values['tokens_per_block']:,} tokens, {values['bytes_per_block']:,} bytes"),
         ("codec", f"{values['codec']}; {values['compressed_blocks']:,} blocks are compressed"),
-        ("blocks", f"{values['blocks']:,} of {total:,} ({values['blocks'] / max(1, total):.1%})"),
+        ("blocks", f"{used:,} of {total:,} slots ({used / max(1, total):.1%}){twins}"),
         ("as stored", as_text(values["bytes"])),
         ("slab", slab),
         ("namespaces", f"{values['namespaces']:,}"),

@@ -79,15 +79,13 @@ def server_tables(values: dict[str, Any]) -> list[Table]:
     hits = [("hit", f"{values['hit_tokens']:,}"), ("looked up", f"{num_queried:,}")]
     if num_queried:
         hits.append(("hit ratio", f"{values['hit_tokens'] / num_queried:.1%}"))
-    tables.append(
-        Table("Prompt tokens on the device, after loads from tiers", ("", "tokens"), hits, num_names=1)
-    )
-    for title, key in (
-        ("Prompt blocks that were computed, by cause", "misses"),
-        ("Blocks of tiers that did not verify, by cause", "tier_misses"),
+    tables.append(Table("Hits", ("prompt tokens, on the device or loaded", "tokens"), hits, num_names=1))
+    for title, column, key in (
+        ("Misses", "prompt blocks that were computed, by cause", "misses"),
+        ("Tier misses", "blocks that did not verify, by cause", "tier_misses"),
     ):
         if causes := [(name.replace("_", " "), f"{n:,}") for name, n in values[key].items() if n]:
-            tables.append(Table(title, ("cause", "blocks"), causes, num_names=1))
+            tables.append(Table(title, (column, "blocks"), causes, num_names=1))
     return tables
 
 

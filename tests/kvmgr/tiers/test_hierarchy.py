@@ -65,6 +65,20 @@ def test_a_second_tier_serves_what_the_first_has_lost() -> None:
     user.hierarchy.close()
 
 
+def test_what_is_written_twice_is_kept_in_one_slot() -> None:
+    """A path that is offered again before its first write has ended, and then cleared."""
+    storage = FaultyStorage(64)
+    user = User(8, [(Tier.DRAM, storage)])
+    user.serve(prompt(1, 4), "first")
+    user.serve(prompt(1, 4), "second")
+    user.settle()
+    assert sorted(storage.kept) == sorted(user.tiers[0].index.all_block_ids())
+    assert user.hierarchy.clear() == 4
+    assert not storage.kept
+    user.check()
+    user.hierarchy.close()
+
+
 def test_damage_is_a_miss_and_is_repaired(user: User) -> None:
     tokens, storage = prompt(1, 6), user.tiers[0].storage
     assert isinstance(storage, FaultyStorage)

@@ -131,6 +131,10 @@ class FolderReader:
         found = self._query(f"{_ROWS} WHERE slot = ?", slot)
         return _row(*found[0]) if found else None
 
+    def num_rows(self) -> int:
+        """Slots that hold a block."""
+        return int(self._query("SELECT count(*) FROM blocks")[0][0])
+
     def links(self) -> dict[bytes, BlockLink]:
         """All blocks by their hash, as of one instant.
 

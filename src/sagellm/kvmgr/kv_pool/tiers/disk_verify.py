@@ -12,8 +12,6 @@ from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockHash, BlockLink, Folder
 
 NO_PREFIX = "no_prefix"
 """A block before this one is missing or wrong, so no prompt can reach it."""
-TWICE = "twice"
-"""Another slot has the same block, and was used later."""
 
 
 @dataclass(slots=True)
@@ -21,12 +19,14 @@ class FolderFindings:
     """`num_blocks` blocks of `num_bytes` bytes were read.
 
     `bad`: the cause by slot, of blocks that no request will use. `num_changed`: blocks that a server replaced
-    meanwhile, about which nothing is said.
+    meanwhile, about which nothing is said. `num_twins`: good blocks that another slot has, too; requests that
+    computed the same prompt at once wrote both, and the next start frees one.
     """
 
     num_blocks: int = 0
     num_bytes: int = 0
     num_changed: int = 0
+    num_twins: int = 0
     bad: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -44,42 +44,41 @@ def verify_folder(
     Payloads are compared with their checksums and not decoded. Memory: about 300 bytes for each block, and
     one block. `progress` gets the blocks read and their total.
     """
-    links, found = reader.links(), FolderFindings()
+    links, found, twins = reader.links(), FolderFindings(), dict[bytes, int]()
     for slot, row in reader.rows():
         found.num_blocks += 1
-        cause = ReadOutcome.CORRUPT.value if row is None else _cause(reader, row, links, block_hash)
-        if cause is None:
+        outcome = ReadOutcome.CORRUPT if row is None else _outcome(reader, row, block_hash)
+        if outcome is None:
             found.num_changed += 1
-        elif cause != ReadOutcome.OK.value:
-            found.bad[slot] = cause
+        elif outcome is not ReadOutcome.OK:
+            found.bad[slot] = outcome.value
         elif row is not None:
             found.num_bytes += row.num_bytes
+            token_hash = row.block.token_hash
+            if token_hash in links and links[token_hash].slot != slot:
+                twins[token_hash] = slot
         progress(found.num_blocks, max(found.num_blocks, len(links)))
-    if unreachable := _unreachable(links, found.bad):
+    found.num_twins = len(twins)
+    if unreachable := _unreachable(links, found.bad, twins):
         # A server that writes a damaged block anew takes its row away for an instant.
-        unreachable &= _unreachable(reader.links(), found.bad)
+        unreachable &= _unreachable(reader.links(), found.bad, twins)
     found.bad.update(dict.fromkeys(unreachable, NO_PREFIX))
     return found
 
 
-def _cause(
-    reader: FolderReader, row: CatalogueRow, links: Mapping[bytes, BlockLink], block_hash: BlockHash
-) -> str | None:
-    """What is wrong with a block, or "ok"; None if a server has changed it meanwhile."""
+def _outcome(reader: FolderReader, row: CatalogueRow, block_hash: BlockHash) -> ReadOutcome | None:
+    """What reading a block says; None if a server has changed it meanwhile."""
     block = row.block
     if len(block.tokens) != reader.token_bytes or block_hash(block) != block.token_hash:
-        return ReadOutcome.OTHER_TOKENS.value
-    link = links.get(block.token_hash)
-    if link is not None and link.slot != block.slot:
-        other = reader.row(link.slot)
-        if other is not None and other.block.token_hash == block.token_hash:
-            return TWICE
+        return ReadOutcome.OTHER_TOKENS
     read = reader.read(row)
-    return None if read is None else read.outcome.value
+    return None if read is None else read.outcome
 
 
-def _unreachable(links: Mapping[bytes, BlockLink], bad: Mapping[int, str]) -> set[int]:
-    """Slots of blocks whose prefix is not there, apart from bad ones."""
-    good = {token_hash: link for token_hash, link in links.items() if link.slot not in bad}
+def _unreachable(
+    links: Mapping[bytes, BlockLink], bad: Mapping[int, str], twins: Mapping[bytes, int]
+) -> set[int]:
+    """Slots of blocks whose prefix is not there. A good twin stands in for a bad block."""
+    good = {key: link for key, link in links.items() if link.slot not in bad or key in twins}
     depth = depths(good)
-    return {link.slot for token_hash, link in good.items() if not depth[token_hash]}
+    return {link.slot for key, link in good.items() if not depth[key]} - bad.keys()

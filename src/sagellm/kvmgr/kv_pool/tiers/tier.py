@@ -112,6 +112,7 @@ class KVTier:
         use, num_entered = store.use or NO_USE, 0
         if store.arrival is not None:
             num_entered = self.arrivals.publish(store.arrival, num_new, use)
+            self.storage.forget(store.arrival.block_ids[: num_new - num_entered])  # others wrote the same
         self.num_stored += num_entered
         self.index.unpin(store.prefix, NO_USE if num_entered else use, is_use=store.use is not None)
         self._write_fault = self._write_fault or error
