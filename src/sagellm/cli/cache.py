@@ -1,4 +1,7 @@
-"""`sagellm cache`: its commands, and `explain`: why a prompt is, or is not, in a server's cache."""
+"""`sagellm cache`, and its command `explain`.
+
+`explain` says why a prompt is, or is not, in a server's cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`sagellm cache stat | ls | verify | export | import | clear`: KV in a folder, or of a server."""
+"""Commands for the KV in a disk tier's folder, or of a server.
+
+`sagellm cache stat | ls | verify | export | import | clear`.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,10 @@ def stat(
     *,
     as_json: bool = flag("--json", _JSON, False),
 ) -> None:
-    """Show how full the KV cache is: of a server the device and all tiers, or one folder.
+    """Show what the KV cache of a server, or of one folder, holds.
 
-    Hits and misses are those since the server's start. A folder is only read, and its lock is not taken.
+    Of a server: the device, all tiers, and hits and misses since its start. A folder is only read, and its
+    lock is not taken.
     """
     if url is not None and folder is not None:
         raise ConfigError("name a server with --url or a folder with --dir, not both")
@@ -73,10 +77,10 @@ def ls(
     blocks: bool = flag("--blocks", "Every block, not only the last of each path.", False),
     as_json: bool = flag("--json", _JSON, False),
 ) -> None:
-    """List the cached paths of a folder: their tokens from the first block on, and their last use.
+    """List the cached paths of a folder, with their last use.
 
-    A path ends with a block behind which no other is stored. Namespaces (tenant, model, adapter, KV dtype)
-    are shown as digests.
+    A path is the beginning of a prompt: its tokens up to a block behind which no other is stored. Namespaces
+    (tenant, model, adapter, KV dtype) are shown as digests.
     """
     with _reading(folder) as reader:
         found = _paths(reader, sort, blocks=blocks)
@@ -121,7 +125,11 @@ def verify(
                 catalogue.commit([], found.bad, {})
     num_dropped = len(found.bad) if drop else 0
     if as_json:
-        values = {"blocks": found.num_blocks, "changed": found.num_changed, "twins": found.num_twins}
+        values: dict[str, Any] = {
+            "blocks": found.num_blocks,
+            "changed": found.num_changed,
+            "twins": found.num_twins,
+        }
         values |= {"bad": dict(found.causes), "dropped": num_dropped}
         print(json.dumps(values, indent=1))
     else:
@@ -149,7 +157,7 @@ def export(
     file: str = argument("FILE", f"A new file; {STREAM} for standard output.", ...),
     folder: Path = flag("--dir FOLDER", f"{_DIR} A server may use it meanwhile.", ...),
 ) -> None:
-    """Write the blocks of a folder to a file, for `sagellm cache import` here or elsewhere.
+    """Write the blocks of a folder to a file, for `sagellm cache import`.
 
     Only blocks that verify, behind a whole prefix; those that were used last come first. The file holds the
     tokens of prompts and answers.
@@ -210,9 +218,10 @@ def clear(
     *,
     yes: bool = flag("--yes -y", "Do not ask.", False),
 ) -> None:
-    """Remove all cached KV: of a server on the device and in all tiers, or of one folder.
+    """Remove all cached KV of a server, or of one folder.
 
-    A server keeps blocks that requests and pins use. Of a folder the lock and files of others stay.
+    Of a server on the device and in all tiers; it keeps blocks that requests and pins use. Of a folder the
+    lock and files of others stay.
     """
     if (url is None) == (folder is None):
         raise ConfigError("name a server with --url, or a folder with --dir")
@@ -358,7 +367,10 @@ def _time(seconds: float | None) -> str:
 
 @contextmanager
 def _written(file: str) -> Iterator[BinaryIO]:
-    """A new file of this user alone, removed again if it does not become whole; or standard output."""
+    """A new file of this user alone, or standard output.
+
+    It is removed again if it does not become whole.
+    """
     if file == STREAM:
         yield sys.stdout.buffer
         return

@@ -1,4 +1,4 @@
-"""The KV cache of a running server, as `sagellm cache stat` and `clear` see it."""
+"""What `sagellm cache stat` and `clear` ask of a running server."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def show(
 
 @command
 def presets() -> None:
-    """List the presets: those of --preset, then those of --kv-preset with what they are for."""
+    """List the presets of --preset, then those of --kv-preset."""
     from sagellm.engines.config_file import kv_presets
 
     for name, keys in PRESETS.items():

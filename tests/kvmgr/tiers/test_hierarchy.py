@@ -189,6 +189,23 @@ def test_a_restart_finds_what_was_stored() -> None:
     second.hierarchy.close()
 
 
+def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
+    storage = FaultyStorage(64)
+    first = User(8, [(Tier.NVME, storage)])
+    first.serve(prompt(1, 3), "a")
+    first.serve(prompt(2, 2), "b")
+    first.settle()
+    first.hierarchy.close()
+    by_tokens = {block.tokens: slot for slot, (block, _) in storage.kept.items()}
+    head, middle, _ = (by_tokens[bytes(prompt(1, 3).slice(at, at + SIZE))] for at in (0, 2, 4))
+    block, data = storage.kept[head]
+    storage.kept[head] = block._replace(parent=storage.kept[middle][0].token_hash), data
+    second = User(8, [(Tier.NVME, storage)])
+    assert second.tiers[0].recover() == 2
+    second.check()
+    second.hierarchy.close()
+
+
 @given(
     seed=st.integers(0, 1 << 30),
     fault_rate=st.sampled_from([0.0, 0.05, 0.3]),

@@ -132,9 +132,9 @@ class EngineCore(Protocol):
         would be held."""
 
     def clear_cache(self, *, tiers: bool = False) -> int:
-        """Evict every cached block that no request and no pin uses, with `tiers` also below the device.
+        """Evict every cached block that no request and no pin uses; returns their number.
 
-        Returns their number.
+        With `tiers` also below the device.
         """
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:

@@ -341,7 +341,7 @@ class KVTiers(Protocol):
     def close(self) -> None: ...
 
     def clear(self) -> int:
-        """Evict everything that nothing uses from all tiers; returns how many blocks."""
+        """Stop all moves, then empty all tiers; returns how many blocks were evicted."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the books disagree."""

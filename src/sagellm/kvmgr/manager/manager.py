@@ -419,16 +419,9 @@ class KVCacheManager:
 
     # -- the cache as a whole
 
-    def clear_cache(self, *, tiers: bool = False) -> int:
-        """Evict every block that no request uses; returns how many.
-
-        With `tiers` also those below the device, whose moves are stopped first.
-        """
-        num_evicted = 0
-        if tiers and self.tiers is not None:
-            self.tiers.give_way()
-            num_evicted = self.tiers.clear()
-        return num_evicted + self.allocator.clear()
+    def clear_cache(self) -> int:
+        """Evict every block that no request uses; returns how many."""
+        return self.allocator.clear()
 
     def make_room_below_ceilings(self, state: RequestState, num_blocks: int) -> bool:
         """Evict even guaranteed blocks below the ceilings of a request that is alone.

@@ -77,7 +77,7 @@ def test_flipped_bits_never_make_a_block(tmp_path: Path) -> None:
     heads = [place for place in range(len(data)) if data[place : place + 8] == b"sageKVb1"]
     places = [*range(0, 60, 4), *rng.sample(range(len(data)), 20)]
     places += [start + rng.randrange(-150, 512) for start in heads for _ in range(3)]
-    counts = []
+    counts: list[int] = []
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << rng.randrange(8)

@@ -1,4 +1,4 @@
-"""A file of KV blocks that can be moved between machines, written and read as a stream.
+"""A portable file of KV blocks, written and read as a stream.
 
     8 bytes       sageKVf1
     u32           length of the head, which is JSON: format version, digest (hex) and details (text by name)

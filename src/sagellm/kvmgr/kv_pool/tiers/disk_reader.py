@@ -97,9 +97,10 @@ class FolderReader:
         return ALIGNMENT + aligned(self.format.bytes_per_block)
 
     def owner(self) -> str:
-        """The process that uses the folder now; empty for none, or where the system does not say.
+        """The process that uses the folder now.
 
-        Reads Linux' list of locks, since taking the lock to find out could refuse a server.
+        Empty for none, or where the system does not say. Reads Linux' list of locks, since taking the lock to
+        find out could refuse a server.
         """
         try:
             lock = (self.path / LOCK_FILE).lstat()
@@ -280,9 +281,9 @@ def _row(
 
 
 def depths(links: Mapping[bytes, BlockLink]) -> dict[bytes, int]:
-    """How many blocks each path has up to a block, by its hash; 0: a part of its prefix is missing.
+    """How many blocks the path up to each block has, by its hash.
 
-    Linear, also where damaged rows name each other as parents.
+    0: a part of its prefix is missing. Linear, also where damaged rows name each other as parents.
     """
     depth: dict[bytes, int] = {}
     for start in links:
@@ -301,16 +302,17 @@ def depths(links: Mapping[bytes, BlockLink]) -> dict[bytes, int]:
 
 
 def check_folder(path: Path) -> None:
-    """Raise `ConfigError` for a folder that is not there, not private, or without a catalogue."""
+    """Raise `ConfigError` for a folder that is missing, not private, or without a catalogue."""
     with closing(PrivateFolder(path)):
         if not os.path.lexists(path / CATALOGUE_FILE):
             raise ConfigError(f"{path} {_NO_BLOCKS}")
 
 
 def remove_blocks(path: Path) -> int:
-    """Remove slab and catalogue of a folder whose lock the caller holds; returns the bytes that are free.
+    """Remove slab and catalogue; returns the bytes that are free again.
 
-    The catalogue, which has the tokens of prompts, goes as well; a server makes both anew.
+    The caller holds the lock of the folder. The catalogue, which has the tokens of prompts, goes as well; a
+    server makes both anew.
     """
     num_bytes = 0
     for name in (SLAB_FILE, CATALOGUE_FILE, f"{CATALOGUE_FILE}-wal", f"{CATALOGUE_FILE}-shm"):

@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class TransferReport:
+class CopyReport:
     """`num_blocks` blocks of `num_bytes` bytes, as stored, were written; others were `skipped`, by cause."""
 
     num_blocks: int = 0
@@ -47,7 +47,7 @@ class TransferReport:
 
 def export_blocks(
     reader: FolderReader, file: BinaryIO, block_hash: BlockHash, progress: Progress = lambda done, total: None
-) -> TransferReport:
+) -> CopyReport:
     """Write the blocks whose whole prefix is there and verifies.
 
     Those that were used last come first, each behind its prefix, so an import into a small folder takes them.
@@ -56,7 +56,7 @@ def export_blocks(
     depth = depths(links)
     total = sum(map(bool, depth.values()))
     writer = BlockFileWriter(file, reader.format, reader.codec, reader.token_bytes, total)
-    report, written = TransferReport(codec=reader.codec), set[bytes]()
+    report, written = CopyReport(codec=reader.codec), set[bytes]()
     report.skipped[NO_PREFIX] += len(links) - total
     for number, (token_hash, slot) in enumerate(_in_order(links, depth), 1):
         row = reader.row(slot)
@@ -81,7 +81,7 @@ def export_blocks(
 
 
 def _in_order(links: dict[bytes, BlockLink], depth: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
-    """Hash and slot of the blocks with a whole prefix: used last first, each behind its prefix."""
+    """Hash and slot of blocks with a whole prefix, used last first, behind it."""
     emitted = set[bytes]()
     for start in sorted(links, key=lambda token_hash: -links[token_hash].used_s):
         path, at = [], start
@@ -99,13 +99,14 @@ def import_blocks(
     block_hash: BlockHash,
     num_slots: int = 0,
     progress: Progress = lambda done, total: None,
-) -> TransferReport:
-    """Write the blocks of a file to free slots of a folder, each verified, each behind its prefix.
+) -> CopyReport:
+    """Write the blocks of a file to free slots of a folder.
 
-    The folder is made if it is missing, with `num_slots` slots or as many as the file has blocks. It grows
-    to `num_slots` and never shrinks. What it holds stays. Raises `ConfigError` for a folder that a server
-    uses or that holds something else; `KVDataError` for one with blocks of another format, and where the file
-    is damaged: then the blocks before that place are imported; `OSError`.
+    Each is verified, and behind its prefix. The folder is made if it is missing, with `num_slots` slots or as
+    many as the file has blocks. It grows to `num_slots` and never shrinks. What it holds stays. Raises
+    `ConfigError` for a folder that a server uses or that holds something else; `KVDataError` for one with
+    blocks of another format, and where the file is damaged: then the blocks before that place are imported;
+    `OSError`.
     """
     if (
         path.is_dir()
@@ -135,7 +136,7 @@ class _Target:
                 self._namespace_of = {key: link.namespace for key, link in links.items() if whole[key]}
                 used = {slot for slot, _ in reader.rows()}
                 num_slots = max(num_slots, reader.num_slots)
-        self.report = TransferReport(codec=codec)
+        self.report = CopyReport(codec=codec)
         with ExitStack() as opened:
             for suffix in ("-wal", "-shm"):
                 folder.refuse_symlink(CATALOGUE_FILE + suffix)
@@ -199,7 +200,7 @@ class _Target:
         return ""
 
     def _codec_of_both(self, reader: FolderReader, source: BlockFileReader) -> str:
-        """The codec that a server needs for the blocks of the folder and of the file."""
+        """The codec that a server needs for folder and file."""
         if reader.format != source.format:
             raise KVDataError(
                 f"{source.name} holds KV of another format than {reader.path}: "

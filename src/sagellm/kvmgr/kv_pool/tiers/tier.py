@@ -201,11 +201,14 @@ class KVTier:
 
 
 def _path_to(end: StoredBlock, stored: Mapping[bytes, StoredBlock]) -> list[StoredBlock]:
-    """The blocks of a prompt up to this one; empty where one is missing."""
+    """The blocks of a prompt up to this one; empty where one is missing.
+
+    Damaged rows may name each other as parents.
+    """
     path = [end]
     while path[-1].parent:
         above = stored.get(path[-1].parent)
-        if above is None or above.namespace != end.namespace:
+        if above is None or above.namespace != end.namespace or len(path) == len(stored):
             return []
         path.append(above)
     return path[::-1]
