@@ -108,7 +108,7 @@ class ScriptedEngine:
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         return PinnedPrefix(0, 0, lambda: None)
 
-    def clear_cache(self) -> int:
+    def clear_cache(self, *, tiers: bool = False) -> int:
         return 0
 
     def explain(

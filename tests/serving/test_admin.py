@@ -181,6 +181,12 @@ def test_the_cache_is_cleared_of_what_nothing_holds(live: Live, path: str) -> No
     assert live.metric("sagellm_kv_evicted_blocks_total", cause="cleared") == 2
 
 
+def test_reset_external_is_true_or_false(live: Live) -> None:
+    assert live.http.post("/reset_prefix_cache?reset_external=true").json() == {"num_blocks": 0}
+    refused = live.http.post("/reset_prefix_cache?reset_external=1")
+    assert refusal(refused)[:2] == (400, "reset_external")
+
+
 # -- policies and strategies
 
 

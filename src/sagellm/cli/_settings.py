@@ -47,6 +47,7 @@ class Settings(OptionGroup):
 
     config_file: Path | None = None
     preset: str | None = None
+    kv_preset: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -62,19 +63,21 @@ class Settings(OptionGroup):
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        config_file, preset = given.pop("config_file", None), given.pop("preset", None)
+        named = {name: given.pop(name, None) for name in ("config_file", "preset", "kv_preset")}
         values = dict(map(_assignment, given.pop("assignments", ())))
         if given.pop("offline", False):
             values["model.offline"] = True
         keys = {_option_name(key): key for key in (*FLAGS, *SERVER_FLAGS)}
-        return cls(config_file, preset, values | {keys[name]: text for name, text in given.items()})
+        values |= {keys[name]: text for name, text in given.items()}
+        return cls(**named, values=values)
 
     def load(self, *, model: str | None = None) -> Resolved:
         """The configuration with these options over all other layers."""
         from sagellm.engines.build import load_config
 
         more = {} if model is None else {"model.name": model}
-        return load_config(self.config_file, preset=self.preset, cli={**self.values, **more})
+        values = {**self.values, **more}
+        return load_config(self.config_file, preset=self.preset, kv_preset=self.kv_preset, cli=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class ServerSettings(Settings):
 
     @classmethod
     def options(cls) -> list[inspect.Parameter]:
-        return [*_flag_options(SERVER_FLAGS), *Settings.options()]
+        kv_preset = option("kv_preset", str, flag("--kv-preset NAME", _KV_PRESET_HELP))
+        return [*_flag_options(SERVER_FLAGS), kv_preset, *Settings.options()]
 
 
 _CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
@@ -91,6 +95,7 @@ _OFFLINE_HELP = "Take hub models from the local cache only (also HF_HUB_OFFLINE=
 _STRATEGIES = [name for name, keys in PRESETS.items() if keys.get("scheduler.strategy") == name]
 _OTHERS = [name for name in PRESETS if name not in _STRATEGIES]
 _PRESET_HELP = f"One of {', '.join(_OTHERS)}; or with the strategy of its name: {', '.join(_STRATEGIES)}."
+_KV_PRESET_HELP = "Keys of the KV cache for a kind of use; `sagellm config presets` lists them."
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 

@@ -1,4 +1,7 @@
-"""`sagellm cache explain`: why a prompt is, or is not, in a server's cache."""
+"""`sagellm cache`, and its command `explain`.
+
+`explain` says why a prompt is, or is not, in a server's cache.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from sagellm.benchmarks.reporting import Table, print_tables
-from sagellm.cli._options import App, argument, command, flag
+from sagellm.cli import cache_folder
+from sagellm.cli._options import App, Command, argument, command, flag
+from sagellm.cli.cache_server import DEFAULT_URL, TIMEOUT_S, base_url, refusal
 from sagellm.core.errors import ConfigError
-from sagellm.core.ports import SagePorts
 
-app = App(help="Look into the KV cache of a running server.")
+app = App(help="Look into the KV cache of a server or of its folder, and move it.")
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-TIMEOUT_S = 60.0
 _MESSAGES_HELP = "A JSON list of messages, in place of PROMPT."
 
 
@@ -56,7 +59,7 @@ class ShownExplanation(BaseModel):
 @command
 def explain(
     prompt: str | None = argument("PROMPT", "The prompt, as for /v1/completions.", None),
-    url: str = flag("--url URL", "The server.", f"http://127.0.0.1:{int(SagePorts.HTTP)}"),
+    url: str = flag("--url URL", "The server.", DEFAULT_URL),
     messages: Path | None = flag("FILE", _MESSAGES_HELP),
     cache_salt: str | None = flag("SALT", "The tenant whose cache is meant."),
     session_id: str | None = flag("ID", "Compare with the last request of this session."),
@@ -72,8 +75,7 @@ def explain(
     if messages is not None:
         body["messages"] = _json_list(messages)
     asked = {name: value for name, value in body.items() if value is not None}
-    base = url.rstrip("/").removesuffix("/v1")
-    found = _post(f"{base}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
+    found = _post(f"{base_url(url)}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
     print_tables([_table(found)])
     difference = found.session
     if difference is not None:
@@ -100,15 +102,7 @@ def _post(url: str, body: dict[str, Any], api_key: str | None) -> ShownExplanati
         raise ConfigError(f"no sageLLM server answers at {url}: {error}; name it with --url") from error
     except ValidationError as error:
         raise ConfigError(f"{url} explains nothing: name a sageLLM server with --url") from error
-    raise ConfigError(f"{url}: {_refusal(answer)}")
-
-
-def _refusal(answer: httpx2.Response) -> str:
-    """The message of a server that refused, in OpenAI's form, or the status."""
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}: is this a sageLLM server?"
+    raise ConfigError(f"{url}: {refusal(answer)}")
 
 
 def _table(found: ShownExplanation) -> Table:
@@ -134,4 +128,6 @@ def _row(span: ShownSpan) -> tuple[str, ...]:
     )
 
 
-app.add(explain)
+app.add(explain, cache_folder.stat, cache_folder.ls, cache_folder.verify, cache_folder.export)
+app.command("import", cls=Command)(cache_folder.import_)
+app.add(cache_folder.clear)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sagellm.cli._options import MODEL, App, command, flag
 from sagellm.cli._settings import ServerSettings
-from sagellm.core.config import SECRET_KEYS
+from sagellm.core.config import PRESETS, SECRET_KEYS
 from sagellm.core.config_layers import describe
 
 app = App(help="Look at the configuration.")
@@ -25,7 +26,7 @@ def show(
     meaning: bool = flag("--meaning", "Also what each key means.", False),
     settings: ServerSettings,
 ) -> None:
-    """Print every key with its value. Later layers win: default, preset, file, environment, command line."""
+    """Print every key with its value. Later layers win: default, presets, file, environment, command line."""
     resolved = settings.load(model=model)
     values = resolved.config.flat()
     rows = [
@@ -35,6 +36,23 @@ def show(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@command
+def presets() -> None:
+    """List the presets of --preset, then those of --kv-preset."""
+    from sagellm.engines.config_file import kv_presets
+
+    for name, keys in PRESETS.items():
+        _print_preset("--preset", name, keys)
+    for name, preset in kv_presets().items():
+        _print_preset("--kv-preset", name, preset.keys, preset.meaning)
+
+
+def _print_preset(option: str, name: str, keys: Mapping[str, Any], meaning: str = "") -> None:
+    print(f"{option} {name}{f': {meaning}' if meaning else ''}")
+    for key, value in keys.items():
+        print(f"    {key} = {_shown(key, value)}")
 
 
 def _shown(key: str, value: Any) -> str:
@@ -47,4 +65,4 @@ def _shown(key: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-app.add(show)
+app.add(show, presets)

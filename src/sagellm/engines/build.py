@@ -33,7 +33,7 @@ from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import TOKEN_BYTES, CapabilityDescriptor, KVGroup, Namespace, Tokens
-from sagellm.engines.config_file import read_config_file
+from sagellm.engines.config_file import kv_preset_layer, read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
@@ -63,18 +63,22 @@ def load_config(
     path: str | Path | None = None,
     *,
     preset: str | None = None,
+    kv_preset: str | None = None,
     cli: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     given_in: str = COMMAND_LINE,
 ) -> Resolved:
     """The configuration from all its layers.
 
-    `path` and `preset` default to SAGELLM_CONFIG and SAGELLM_PRESET.
+    `path` and `preset` default to SAGELLM_CONFIG and SAGELLM_PRESET. `kv_preset`, of
+    `kv_runtime_presets.yaml`, wins over `preset`, and everything else over both.
     """
     env = os.environ if environ is None else environ
     preset = preset or env.get("SAGELLM_PRESET")
     path = path or env.get("SAGELLM_CONFIG")
     layers: list[Layer] = [preset_layer(preset)] if preset else []
+    if kv_preset:
+        layers.append(kv_preset_layer(kv_preset))
     if path:
         layers.append(read_config_file(Path(path)))
     return resolve([*layers, env_layer(env), given_layer(cli or {}, given_in)])

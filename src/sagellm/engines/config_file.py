@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.files import read_text
 
 MAX_BYTES = 256 << 10
+KV_PRESETS_FILE = Path(__file__).with_name("kv_runtime_presets.yaml")
 _MAX_VALUES = 10_000
 
 
@@ -27,6 +29,28 @@ def read_config_file(path: Path) -> Layer:
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys and values, not a {type(values).__name__}")
     return Layer(str(path), values or {})
+
+
+@dataclass(frozen=True, slots=True)
+class KVPreset:
+    """Keys of the configuration for a kind of use, and what that is."""
+
+    meaning: str
+    keys: Mapping[str, Any]
+
+
+def kv_presets() -> dict[str, KVPreset]:
+    """The presets that come with sageLLM, by name."""
+    entries = read_config_file(KV_PRESETS_FILE).values
+    return {name: KVPreset(entry["meaning"], entry["keys"]) for name, entry in entries.items()}
+
+
+def kv_preset_layer(name: str) -> Layer:
+    """A preset as a layer. Raises `ConfigError` for an unknown name."""
+    presets = kv_presets()
+    if name not in presets:
+        raise ConfigError(f"unknown KV preset {name!r}. Known: {', '.join(presets)}")
+    return Layer(f"KV preset {name}", presets[name].keys)
 
 
 class _StrictLoader(yaml.SafeLoader):

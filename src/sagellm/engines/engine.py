@@ -234,8 +234,9 @@ class Engine:
         hit = self.kv.pin_prefix(tokens, namespace)
         return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
 
-    def clear_cache(self) -> int:
-        return self.kv.clear_cache()
+    def clear_cache(self, *, tiers: bool = False) -> int:
+        num_below = self.kv.tiers.clear() if tiers and self.kv.tiers is not None else 0
+        return num_below + self.kv.clear_cache()
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         return self.kv.hints.apply(envelope, namespace)

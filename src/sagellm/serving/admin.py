@@ -109,8 +109,13 @@ class AdminRoutes:
 
         return await self.gateway.call(release)
 
-    async def clear_cache(self) -> CacheCleared:
-        return CacheCleared(num_blocks=await self.gateway.call(lambda llm: llm.clear_cache()))
+    async def clear_cache(self, request: Request) -> CacheCleared:
+        """With `reset_external=true` also the tiers below the device; the name is vLLM's."""
+        tiers = request.query_params.get("reset_external", "false")
+        if tiers not in ("true", "false"):
+            raise RequestError("reset_external is true or false", "reset_external")
+        clear = self.gateway.call(lambda llm: llm.clear_cache(tiers=tiers == "true"))
+        return CacheCleared(num_blocks=await clear)
 
     async def get_policy(self) -> CurrentPolicy:
         return self.current.policy

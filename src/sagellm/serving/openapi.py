@@ -43,6 +43,7 @@ BEYOND_SCHEMA = (
 )
 IGNORED: Schema = {"description": "Of another server; ignored, and named in a header of the answer."}
 WITHOUT: Schema = {"description": "Accepted with any value, without effect."}
+CLEARING = {"reset_external": "Also the tiers below the device: host memory and disk."}
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
@@ -51,7 +52,8 @@ class Endpoint:
     """A route with its `answer` (None: plain text).
 
     `chunk`: the data of an event, where the route streams. `examples`: bodies that are accepted. `statuses`:
-    those of errors, beside the ones that follow from its key and its body.
+    those of errors, beside the ones that follow from its key and its body. `flags`: what in the query may be
+    true, and its meaning.
     """
 
     summary: str
@@ -60,6 +62,7 @@ class Endpoint:
     chunk: type[BaseModel] | None = None
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
 
 
 Endpoints = Mapping[tuple[str, str], Endpoint]
@@ -173,8 +176,12 @@ FOR_OPERATORS: Endpoints = {
         StrategyRequest,
         examples={"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
     ),
-    ("POST", "/reset_prefix_cache"): Endpoint("Clear the prefix cache", answers.CacheCleared),
-    ("POST", "/flush_cache"): Endpoint("The same, by SGLang's name", answers.CacheCleared),
+    ("POST", "/reset_prefix_cache"): Endpoint(
+        "Clear the prefix cache", answers.CacheCleared, statuses=(400,), flags=CLEARING
+    ),
+    ("POST", "/flush_cache"): Endpoint(
+        "The same, by SGLang's name", answers.CacheCleared, statuses=(400,), flags=CLEARING
+    ),
 }
 """These want the admin key."""
 
@@ -231,6 +238,9 @@ def _endpoint(path: str, endpoint: Endpoint, key: str, model_name: str) -> Schem
         found["security"] = [{key: []}]
     found["parameters"] = [{"$ref": "#/components/parameters/request_id"}]
     in_path = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
+    for name, text in endpoint.flags.items():
+        asked = {"in": "query", "name": name, "schema": {"type": "boolean"}, "description": text}
+        found["parameters"].append(asked)
     if "{pin_id}" in path:
         found["parameters"].append(in_path)
     if "{model}" in path:

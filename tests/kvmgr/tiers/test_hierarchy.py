@@ -67,6 +67,20 @@ def test_a_second_tier_serves_what_the_first_has_lost() -> None:
     user.hierarchy.close()
 
 
+def test_what_is_written_twice_is_kept_in_one_slot() -> None:
+    """A path that is offered again before its first write has ended, and then cleared."""
+    storage = FaultyStorage(64)
+    user = User(8, [(Tier.DRAM, storage)])
+    user.serve(prompt(1, 4), "first")
+    user.serve(prompt(1, 4), "second")
+    user.settle()
+    assert sorted(storage.kept) == sorted(user.tiers[0].index.all_block_ids())
+    assert user.hierarchy.clear() == 4
+    assert not storage.kept
+    user.check()
+    user.hierarchy.close()
+
+
 def test_damage_is_a_miss_and_is_repaired(user: User) -> None:
     tokens, storage = prompt(1, 6), user.tiers[0].storage
     assert isinstance(storage, FaultyStorage)
@@ -235,6 +249,23 @@ def test_where_saving_takes_longer_than_computing_nothing_is_held(user: User) ->
     user.tiers[0].storage.fault = "broken"
     assert user.hierarchy.load_s(4) == math.inf
     user.hierarchy.close()
+
+
+def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
+    storage = FaultyStorage(64)
+    first = User(8, [(Tier.NVME, storage)])
+    first.serve(prompt(1, 3), "a")
+    first.serve(prompt(2, 2), "b")
+    first.settle()
+    first.hierarchy.close()
+    by_tokens = {block.tokens: slot for slot, (block, _) in storage.kept.items()}
+    head, middle, _ = (by_tokens[bytes(prompt(1, 3).slice(at, at + SIZE))] for at in (0, 2, 4))
+    block, data = storage.kept[head]
+    storage.kept[head] = block._replace(parent=storage.kept[middle][0].token_hash), data
+    second = User(8, [(Tier.NVME, storage)])
+    assert second.tiers[0].recover() == 2
+    second.check()
+    second.hierarchy.close()
 
 
 @given(

@@ -129,8 +129,11 @@ class EngineCore(Protocol):
         """Hold what is resident of a prompt until the hold is released. Raises `CapacityError` where too much
         would be held."""
 
-    def clear_cache(self) -> int:
-        """Evict every cached block that no request and no pin uses; returns their number."""
+    def clear_cache(self, *, tiers: bool = False) -> int:
+        """Evict every cached block that no request and no pin uses; returns their number.
+
+        With `tiers` also below the device.
+        """
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         """Apply KV hints for one tenant's sessions and prompts; returns one outcome per action."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, Self, TypeAlias
@@ -40,10 +40,12 @@ class BlockFormat:
     """What makes the bytes of two blocks mean the same KV.
 
     `digest`: 16 bytes of all of it. `bytes_per_block`: of one block as the backend holds it, without codec.
+    `details`: what the digest is of, by name, as far as it is known; for people.
     """
 
     digest: bytes
     bytes_per_block: int
+    details: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, schema: KVCacheSchema, bytes_per_block: int) -> Self:
@@ -56,7 +58,8 @@ class BlockFormat:
                 "this backend gives its model no fingerprint, so its KV cannot be told from others'"
             )
         text = repr((FORMAT_VERSION, bytes_per_block, schema)).encode()
-        return cls(blake2b(text, digest_size=16).digest(), bytes_per_block)
+        details = {each.name: str(getattr(schema, each.name)) for each in fields(schema)}
+        return cls(blake2b(text, digest_size=16).digest(), bytes_per_block, details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +80,20 @@ class BlockHeader:
 
     def pack(self) -> bytes:
         """`HEADER_BYTES` bytes, with a checksum of their own."""
-        fields = _FIELDS.pack(
+        packed = _FIELDS.pack(
             MAGIC, self.version, HEADER_BYTES, 0, self.num_bytes, self.checksum,
             self.format_digest, self.token_hash, self.codec.encode().ljust(16, b"\0"),
         )  # fmt: skip
-        return (fields + blake2b(fields, digest_size=16).digest()).ljust(HEADER_BYTES, b"\0")
+        return (packed + blake2b(packed, digest_size=16).digest()).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: Buffer) -> Self:
         """The header in the first bytes of `data`. Raises `KVDataError` for anything else."""
-        fields = bytes(data[: _FIELDS.size])
+        packed = bytes(data[: _FIELDS.size])
         digest = bytes(data[_FIELDS.size : _FIELDS.size + 16])
-        if len(fields) < _FIELDS.size or blake2b(fields, digest_size=16).digest() != digest:
+        if len(packed) < _FIELDS.size or blake2b(packed, digest_size=16).digest() != digest:
             raise KVDataError("no block header, or a damaged one")
-        magic, version, _, _, num_bytes, checksum, format_digest, token_hash, codec = _FIELDS.unpack(fields)
+        magic, version, _, _, num_bytes, checksum, format_digest, token_hash, codec = _FIELDS.unpack(packed)
         if magic != MAGIC:
             raise KVDataError("no block header")
         name = codec.rstrip(b"\0").decode("ascii", "replace")
@@ -358,6 +361,9 @@ class KVTiers(Protocol):
         """The tiers that have failed, and why. For any thread."""
 
     def close(self) -> None: ...
+
+    def clear(self) -> int:
+        """Stop all moves, then empty all tiers; returns how many blocks were evicted."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the books disagree."""

@@ -72,8 +72,17 @@ def _difference(now: int | None, before: int | None) -> int | None:
     return None if now is None else now - (before or 0)
 
 
+Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
+"""Labels and values, by the name of a metric."""
+
+
 def scrape(url: str, clock: Clock | None = None) -> ServerCounters:
     """Fetch and read the metrics at `url`, within seconds. Raises `ConfigError` that says what to do."""
+    return read_counters(fetch_metrics(url, clock), url)
+
+
+def fetch_metrics(url: str, clock: Clock | None = None) -> str:
+    """The text of the metrics at `url`. Raises as `scrape`."""
     clock = clock or MonotonicClock()
     text, deadline_s = bytearray(), clock.now() + 2 * TIMEOUT_S
     try:
@@ -92,7 +101,7 @@ def scrape(url: str, clock: Clock | None = None) -> ServerCounters:
             f"no metrics at {url}: {str(error) or type(error).__name__}. http://host:port is where the "
             f"server answers requests; KV events have a port of their own, tcp://host:port"
         ) from error
-    return read_counters(text.decode(errors="replace"), url)
+    return text.decode(errors="replace")
 
 
 def metrics_url(address: str) -> str:
@@ -110,8 +119,8 @@ def metrics_url(address: str) -> str:
     return parts._replace(path="/metrics").geturl() if is_bare else address
 
 
-def read_counters(text: str, source: str = "the answer") -> ServerCounters:
-    """Read Prometheus' text format. Raises `ConfigError` if it is none, or not of a server that is known."""
+def read_samples(text: str, source: str = "the answer") -> Samples:
+    """Read Prometheus' text format. Raises `ConfigError` if it is none."""
     try:
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
@@ -120,6 +129,12 @@ def read_counters(text: str, source: str = "the answer") -> ServerCounters:
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise ConfigError(f"{source} is not in Prometheus' text format: {error}") from error
+    return samples
+
+
+def read_counters(text: str, source: str = "the answer") -> ServerCounters:
+    """The counters in metrics. Raises `ConfigError` for those of a server that is not known."""
+    samples = read_samples(text, source)
     prefix = next((prefix for prefix in ENGINES if any(name.startswith(prefix) for name in samples)), None)
     if prefix is None:
         raise ConfigError(
@@ -139,9 +154,6 @@ def read_counters(text: str, source: str = "the answer") -> ServerCounters:
         block_size=cache.get("block_size"),
         bytes_per_block=cache.get("bytes_per_block"),
     )
-
-
-Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 
 
 def _sum_of(samples: Samples, names: Sequence[str]) -> int | None:

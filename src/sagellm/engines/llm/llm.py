@@ -246,9 +246,12 @@ class LLM:
         """Hold what is cached of a prompt; computes nothing. Raises as `pin_prompt`."""
         return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
 
-    def clear_cache(self) -> int:
-        """Drop cached blocks that no request and no pin uses; returns how many."""
-        return self._engine.clear_cache()
+    def clear_cache(self, *, tiers: bool = False) -> int:
+        """Drop cached blocks that no request and no pin uses; returns how many.
+
+        With `tiers` also those in host memory and on disk.
+        """
+        return self._engine.clear_cache(tiers=tiers)
 
     def hint(self, kv_hints: Hints, *, tenant: str = "") -> Sequence[HintOutcome]:
         """Carry out KV hints for a tenant's sessions and prompts; one outcome per action.

@@ -69,7 +69,7 @@ class SlabBlocks:
 
     def __init__(self, slab: Slab, block_format: BlockFormat, codec: KVCodec | None, *, verify: bool) -> None:
         self._slab = slab
-        self._digest = block_format.digest
+        self._format = block_format
         self._size = block_format.bytes_per_block
         self._codec = codec
         self._verify = verify
@@ -217,7 +217,9 @@ class SlabBlocks:
             encoded = self._codec.encode(block)
             if len(encoded) < len(block):
                 codec, stored = self._codec.name, encoded
-        header = BlockHeader(self._digest, token_hash, codec, len(stored), xxhash.xxh3_64_intdigest(stored))
+        header = BlockHeader(
+            self._format.digest, token_hash, codec, len(stored), xxhash.xxh3_64_intdigest(stored)
+        )
         page[:] = header.pack().ljust(ALIGNMENT, b"\0")
         if not in_place:
             _copy(payload[: len(stored)], stored)
@@ -234,29 +236,13 @@ class SlabBlocks:
             header = BlockHeader.unpack(page)
         except KVDataError:
             return ReadOutcome.ABSENT if page == _NO_HEADER else ReadOutcome.CORRUPT
-        outcome = self._verdict(header, payload, token_hash)
+        outcome = verdict(header, payload, self._format, token_hash, verify=self._verify)
         stored = payload[: header.num_bytes]
         if outcome is ReadOutcome.OK and header.codec != RAW:
             return self._decode(header.codec, stored, block)
         if outcome is ReadOutcome.OK and not memory.in_place:
             _copy(block, stored)
         return outcome
-
-    def _verdict(self, header: BlockHeader, payload: memoryview, token_hash: bytes) -> ReadOutcome:
-        """Compare version, format, tokens and checksum, in this order."""
-        if header.version != FORMAT_VERSION:
-            return ReadOutcome.OTHER_VERSION
-        if header.format_digest != self._digest:
-            return ReadOutcome.OTHER_FORMAT
-        if header.token_hash != token_hash:
-            return ReadOutcome.OTHER_TOKENS
-        if header.num_bytes > len(payload):
-            return ReadOutcome.ABSENT
-        if self._verify and xxhash.xxh3_64_intdigest(payload[: header.num_bytes]) != header.checksum:
-            return ReadOutcome.CORRUPT
-        if header.codec == RAW and header.num_bytes != self._size:
-            return ReadOutcome.CORRUPT
-        return ReadOutcome.OK
 
     def _decode(self, codec: str, stored: memoryview, block: memoryview) -> ReadOutcome:
         if self._codec is None or codec != self._codec.name:
@@ -266,6 +252,28 @@ class SlabBlocks:
         except KVDataError:
             return ReadOutcome.CORRUPT
         return ReadOutcome.OK
+
+
+def verdict(
+    header: BlockHeader, payload: memoryview, expected: BlockFormat, token_hash: bytes, *, verify: bool = True
+) -> ReadOutcome:
+    """Compare version, format, tokens, size and checksum, in this order.
+
+    `payload`: what is stored behind the header, or more. Without `verify` there is no checksum.
+    """
+    if header.version != FORMAT_VERSION:
+        return ReadOutcome.OTHER_VERSION
+    if header.format_digest != expected.digest:
+        return ReadOutcome.OTHER_FORMAT
+    if header.token_hash != token_hash:
+        return ReadOutcome.OTHER_TOKENS
+    if header.num_bytes > len(payload):
+        return ReadOutcome.ABSENT
+    if verify and xxhash.xxh3_64_intdigest(payload[: header.num_bytes]) != header.checksum:
+        return ReadOutcome.CORRUPT
+    if header.codec == RAW and header.num_bytes != expected.bytes_per_block:
+        return ReadOutcome.CORRUPT
+    return ReadOutcome.OK
 
 
 def _copy(target: memoryview, source: Buffer) -> None:

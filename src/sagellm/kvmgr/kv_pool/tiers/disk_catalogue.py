@@ -18,6 +18,8 @@ _SCHEMA = (
     """CREATE TABLE blocks (slot INTEGER PRIMARY KEY, token_hash BLOB, parent BLOB, namespace TEXT,
        tokens BLOB, used_s REAL, num_bytes INTEGER)""",
 )
+_DETAILS = "CREATE TABLE IF NOT EXISTS format_details (name TEXT, value TEXT)"
+"""What the digest of the format is of, for people; the first catalogues had no such table."""
 _PAGES_PER_CHECKPOINT = 4000
 """Each checkpoint waits for the disk: a commit takes half as long on average as with 1000."""
 _UNUSABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
@@ -61,7 +63,9 @@ class DiskCatalogue:
         with _as_os_error(self._path):
             try:
                 rows = [
-                    CatalogueRow(StoredBlock(slot, token_hash, parent, _namespace(text), *rest), num_bytes)
+                    CatalogueRow(
+                        StoredBlock(slot, token_hash, parent, parse_namespace(text), *rest), num_bytes
+                    )
                     for slot, token_hash, parent, text, *rest, num_bytes in self._db.execute(
                         f"{query} ORDER BY used_s DESC, slot"
                     )
@@ -77,6 +81,10 @@ class DiskCatalogue:
     def set_format(self, codec: str, num_slots: int) -> None:
         with _as_os_error(self._path), self._transaction():
             self._db.execute("UPDATE format SET codec = ?, slots = ?", (codec, num_slots))
+            if self._format.details:
+                self._db.execute(_DETAILS)
+                self._db.execute("DELETE FROM format_details")
+                self._db.executemany("INSERT INTO format_details VALUES (?, ?)", self._format.details.items())
 
     def commit(
         self, rows: Iterable[CatalogueRow], cleared: Iterable[int], used_s: Mapping[int, float]
@@ -197,9 +205,15 @@ def _is_unusable(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNUSABLE
 
 
-def _namespace(text: str) -> Namespace:
-    tenant, model, adapter, kv_dtype = json.loads(text)
-    return Namespace(tenant, model, adapter, kv_dtype)
+def parse_namespace(text: str) -> Namespace:
+    """The namespace in a row. Raises `ValueError` for any other text."""
+    try:
+        names = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("no namespace") from error
+    if not isinstance(names, list) or [type(name) for name in names] != [str] * len(Namespace._fields):
+        raise ValueError("no namespace")
+    return Namespace(*names)
 
 
 def _text(value: object) -> str:

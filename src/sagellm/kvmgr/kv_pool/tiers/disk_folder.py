@@ -1,4 +1,4 @@
-"""`OwnedFolder`: a folder that one process owns, and in which it opens private files."""
+"""`PrivateFolder`: a folder of one user; `OwnedFolder`: one that this process alone uses."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ LOCK_FILE = "lock"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-class OwnedFolder:
-    """Holds the lock of a folder from its constructor until `close`.
+class PrivateFolder:
+    """A folder that is there, held open until `close`. Takes no lock.
 
-    The folder is made (mode 0700) if it does not exist. Raises `ConfigError` for one that is a symlink, that
-    belongs to another user, that others can write to, or that another process has locked. The lock belongs to
-    the open file: a child that is forked shares it, and it ends with the last of them, also by kill -9.
+    Raises `ConfigError` for one that is missing or a symlink, that belongs to another user, or that others
+    can write to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = -1
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"{path}: {_why_not_opened(path, error)}") from error
         try:
             self._check_private()
-            self._take_lock()
         except BaseException:
             self.close()
             raise
 
-    def open(self, name: str, flags: int = 0) -> int:
-        """A descriptor to read and write a file, made with mode 0600 if needed.
+    def open_to_read(self, name: str) -> int:
+        """A descriptor to read a file. Raises as `open`, and `OSError` for a file that is missing."""
+        return self._opened(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
 
-        Raises `ConfigError` for a symlink, a file of another user, and what is no regular file.
-        """
-        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    def refuse_symlink(self, name: str) -> None:
+        """Raise `ConfigError` if a file that others open by its path is a symlink."""
+        if (self.path / name).is_symlink():
+            raise ConfigError(_is_symlink(self.path / name))
+
+    def close(self) -> None:
+        """A second call changes nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def _opened(self, name: str, flags: int) -> int:
         try:
-            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -55,18 +61,6 @@ class OwnedFolder:
             raise ConfigError(f"{self.path / name} is no regular file of user {os.geteuid()}: remove it")
         return fd
 
-    def refuse_symlink(self, name: str) -> None:
-        """Raise `ConfigError` if a file that others open by its path is a symlink."""
-        if (self.path / name).is_symlink():
-            raise ConfigError(_is_symlink(self.path / name))
-
-    def close(self) -> None:
-        """Let go of the lock. A second call changes nothing."""
-        for fd in (self._lock, self.fd):
-            if fd >= 0:
-                os.close(fd)
-        self._lock = self.fd = -1
-
     def _check_private(self) -> None:
         status = os.fstat(self.fd)
         if status.st_uid != os.geteuid():
@@ -76,6 +70,42 @@ class OwnedFolder:
             )
         if status.st_mode & _WRITABLE_BY_OTHERS:
             raise ConfigError(f"others can write to {self.path}: run `chmod 700 {self.path}`")
+
+
+class OwnedFolder(PrivateFolder):
+    """Holds the lock of a folder from its constructor until `close`.
+
+    The folder is made (mode 0700) if it does not exist. Raises `ConfigError` as `PrivateFolder`, and if
+    another process has the lock. The lock belongs to the open file: a child that is forked shares it, and it
+    ends with the last of them, also by kill -9.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path}: {_why_not_opened(path, error)}") from error
+        super().__init__(path)
+        try:
+            self._take_lock()
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, name: str, flags: int = 0) -> int:
+        """A descriptor to read and write a file, made with mode 0600 if needed.
+
+        Raises `ConfigError` for a symlink, a file of another user, and what is no regular file.
+        """
+        return self._opened(name, flags | os.O_RDWR | os.O_CREAT)
+
+    def close(self) -> None:
+        """Let go of the lock. A second call changes nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+        super().close()
 
     def _take_lock(self) -> None:
         self._lock = self.open(LOCK_FILE)
@@ -97,4 +127,6 @@ def _is_symlink(path: Path) -> str:
 def _why_not_opened(path: Path, error: OSError) -> str:
     if path.is_symlink():
         return "a symlink is not followed: name the folder that it points to"
+    if error.errno == errno.ENOENT:
+        return "there is no such folder: name the kv.dir of a server that has kv.disk_gb"
     return f"{error.strerror}: name a folder that this user can write to, on a disk that is not read-only"

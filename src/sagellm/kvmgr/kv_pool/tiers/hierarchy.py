@@ -308,7 +308,7 @@ class HierarchyManager:
         return dict(self._bytes_per_s)
 
     def clear(self) -> int:
-        """Evict everything that nothing uses from all tiers; returns how many blocks."""
+        self.give_way()
         return sum(tier.clear() for tier in self.tiers)
 
     def close(self) -> None:

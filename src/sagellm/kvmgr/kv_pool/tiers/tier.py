@@ -112,6 +112,7 @@ class KVTier:
         use, num_entered = store.use or NO_USE, 0
         if store.arrival is not None:
             num_entered = self.arrivals.publish(store.arrival, num_new, use)
+            self.storage.forget(store.arrival.block_ids[: num_new - num_entered])  # others wrote the same
         self.num_stored += num_entered
         self.index.unpin(store.prefix, NO_USE if num_entered else use, is_use=store.use is not None)
         self._write_fault = self._write_fault or error
@@ -200,11 +201,14 @@ class KVTier:
 
 
 def _path_to(end: StoredBlock, stored: Mapping[bytes, StoredBlock]) -> list[StoredBlock]:
-    """The blocks of a prompt up to this one; empty where one is missing."""
+    """The blocks of a prompt up to this one; empty where one is missing.
+
+    Damaged rows may name each other as parents.
+    """
     path = [end]
     while path[-1].parent:
         above = stored.get(path[-1].parent)
-        if above is None or above.namespace != end.namespace:
+        if above is None or above.namespace != end.namespace or len(path) == len(stored):
             return []
         path.append(above)
     return path[::-1]
