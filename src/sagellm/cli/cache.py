@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli._options import App, argument, command, flag
+from sagellm.cli.cache_overlap import overlap
 from sagellm.core.errors import ConfigError
 from sagellm.core.ports import SagePorts
 
@@ -134,4 +135,4 @@ def _row(span: ShownSpan) -> tuple[str, ...]:
     )
 
 
-app.add(explain)
+app.add(explain, overlap)

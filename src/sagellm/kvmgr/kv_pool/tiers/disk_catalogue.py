@@ -6,10 +6,11 @@ import errno
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat, StoredBlock
 from sagellm.core.types import Namespace
 
@@ -178,6 +179,24 @@ class DiskCatalogue:
         db = self._connect()
         self._mismatch(db)
         return db
+
+
+def stored_blocks(path: Path) -> list[StoredBlock]:
+    """The blocks in a catalogue, those used last first.
+
+    Only reads; a server may be using it. Raises `ConfigError` for a file that is no catalogue, or none.
+    """
+    query = (
+        "SELECT slot, token_hash, parent, namespace, tokens, used_s FROM blocks ORDER BY used_s DESC, slot"
+    )
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            return [
+                StoredBlock(slot, token_hash, parent, _namespace(text), *rest)
+                for slot, token_hash, parent, text, *rest in db.execute(query)
+            ]
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no catalogue of a disk tier: {error}; name a kv.dir") from error
 
 
 @contextmanager
