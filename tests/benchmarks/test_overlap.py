@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,21 @@ def test_an_empty_table_has_no_shares_of_nothing() -> None:
     empty: Any = Overlap("x", 1, 0, 1, 5, 16, 5, [SliceShare(16, by_reuses={1: 0, 4: 0, 16: 0})])
     assert as_table(empty).rows == [("16", "0.0", "-", "-", "-", "-", "-")]
     assert OverlapText(Tokens(), A).session is None
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(
+    ("name", "tokens", "prefix_tokens", "in_namespace"),
+    [
+        ("lmcache_magagent_a", 962_326, 812_020, 93_120),
+        ("lmcache_taubench_a", 45_111, 38_135, 128),
+    ],
+)
+def test_the_figures_of_the_log(name: str, tokens: int, prefix_tokens: int, in_namespace: int) -> None:
+    folder = os.environ.get("SAGELLM_TRACES")
+    if not folder:
+        pytest.skip("SAGELLM_TRACES names no folder of traces")
+    trace = read_trace(Path(folder, f"{name}.jsonl.xz"), fallback={"tokenizer": "words"})
+    found = trace_overlap(trace, [64])
+    assert (found.tokens, found.prefix_tokens) == (tokens, prefix_tokens)
+    assert [share.in_namespace for share in found.shares] == [in_namespace]
