@@ -208,11 +208,45 @@ def test_texts_are_tokens_of_four_bytes(save: Save) -> None:
     assert {one.session for one in trace.requests} == {"s"}
 
 
+def test_words_are_the_same_tokens_behind_any_text(save: Save) -> None:
+    texts = ["The answer(x)", "So: The answer(x)", "extraordinary", "   \n\t  \u00fc", ""]
+    path = save(*({"prompt": text} for text in texts))
+    ids = [request.ids.tolist() for request in read_trace(path, fallback={"tokenizer": "words"}).requests]
+    assert ids[0] == [0, 1, 2, 3, 4]
+    assert ids[1][-4:] == ids[0][1:]
+    assert [len(each) for each in ids[2:]] == [2, 2, 0]
+    assert read_trace(path).requests[0].num_input_tokens == 4, "without the fallback, 4 bytes are a token"
+
+
+def test_a_fallback_is_for_formats_that_have_it(save: Save) -> None:
+    path = save({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]})
+    assert read_trace(path, fallback={"tokenizer": "words"}).format == "mooncake"
+    path = save(said("ab cd", "x"))
+    kept = read_trace(path, fallback={"tokenizer": "words"}, tokenizer="bytes").requests
+    assert [request.num_input_tokens for request in kept] == [2]
+
+
+def test_prompts_and_messages(save: Save) -> None:
+    trace = read_trace(
+        save(
+            {"prompt": "abcd"},
+            {"messages": [{"role": "user", "content": "hi"}], "cache_salt": "t", "session_id": "s"},
+        )
+    )
+    first, second = trace.requests
+    assert (trace.format, first.time_s, second.time_s) == ("prompts", 0.0, 1.0)
+    assert (first.namespace, first.session, first.tenant) == (Namespace(), None, "")
+    assert (second.namespace, second.session, second.tenant) == (Namespace("t"), "s", "t")
+    assert second.num_input_tokens == cdiv(len("<user>\nhi\n"), 4)
+    with pytest.raises(ConfigError, match="prompt must be a text"):
+        read_trace(save({"prompt": ["a"]}))
+
+
 def test_a_tokenizer_is_a_function_or_a_folder(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(said("ab", "xyz", session_id=None, session_file="f"))
     [request] = read_trace(path, tokenizer=lambda text: map(ord, text)).requests
     assert request == TraceRequest(0.0, Tokens([97, 98]), Namespace(), 2, 3, session="f")
-    with pytest.raises(ConfigError, match="tokenizer 'nowhere': a model's folder, or 'bytes'"):
+    with pytest.raises(ConfigError, match="tokenizer 'nowhere': a model's folder, 'bytes' or 'words'"):
         read_trace(path, "lmcache_agents", tokenizer="nowhere")
     monkeypatch.setitem(sys.modules, "sagellm.engines.native.tokenizer", None)
     with pytest.raises(MissingExtraError, match="a model's tokenizer needs packages"):

@@ -107,6 +107,75 @@ def test_hints_on_what_runs_break_nothing() -> None:
     assert run_all(engine)["s"] == expected_tokens(backend, OLD, 8)[4:]
 
 
+# -- sessions by meaning
+
+
+CATS, DOGS = [1.0, 0.1, 0.0, 0.0], [0.0, 0.1, 1.0, 0.0]
+
+
+def described(index: str = "radix") -> Engine:
+    engine = small_engine(index=index)
+    serve(engine, session("old", OLD), session("young", YOUNG))
+    assert status(engine, hints("session.describe", session_id="old", embedding=CATS)) == ("applied", 0)
+    assert status(engine, hints("session.describe", session_id="young", embedding=DOGS)) == ("applied", 0)
+    return engine
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_the_session_with_the_nearest_embedding_is_expected(index: str) -> None:
+    for wanted, left in ((CATS, (4, 0)), (DOGS, (0, 4))):
+        engine = described(index)
+        near = [value + 0.05 for value in wanted]
+        assert status(engine, hints("kv.expect", embedding=near)) == ("applied", 4)
+        serve(engine, request("filler", FILLER, 1))
+        assert (resident(engine, OLD), resident(engine, YOUNG)) == left
+
+
+def test_what_is_not_similar_enough_is_not_found() -> None:
+    engine = described()
+    between = [1.0, 0.0, 1.0, 0.0]
+    assert status(engine, hints("kv.expect", embedding=between))[0] == "not_found"
+    assert status(engine, hints("kv.expect", embedding=between, min_similarity=0.3)) == ("applied", 4)
+    assert status(engine, hints("kv.expect", embedding=[*CATS, 0.0]))[0] == "not_found", "other dimensions"
+    assert status(engine, hints("kv.expect", embedding=CATS), TENANT_A)[0] == "not_found"
+
+
+@pytest.mark.parametrize("kind", ["session.end", "session.supersede", "kv.retain"])
+def test_an_embedding_ends_no_session(kind: str) -> None:
+    [outcome] = described().hint(hints(kind, embedding=CATS), Namespace())
+    assert outcome.status is HintStatus.INVALID
+    assert outcome.reason == "an embedding can be the target of kv.expect only"
+
+
+def test_a_session_is_described_while_it_is_known() -> None:
+    engine = described()
+    describe = hints("session.describe", session_id="old", embedding=CATS)
+    assert status(engine, describe, TENANT_A)[0] == "not_found"
+    assert status(engine, hints("session.describe", embedding=CATS))[0] == "not_found"
+    assert status(engine, hints("session.describe", session_id="old", embedding="cats"))[0] == "invalid"
+    told = KVHints(engine.kv.index, lambda namespace: namespace, lambda: 0.0, max_sessions=1)
+    told.remember("old", Tokens(OLD), Namespace())
+    told.apply(describe, Namespace())
+    told.remember("young", Tokens(YOUNG), Namespace())
+    [outcome] = told.apply(hints("kv.expect", embedding=CATS), Namespace())
+    assert outcome.status is HintStatus.NOT_FOUND
+
+
+def test_similar_sessions_change_no_token() -> None:
+    """Two prompts of one meaning that differ: each is answered as if nothing were known of the other."""
+    backend = TokenMemoryBackend(num_blocks=12)
+    engine = fake_engine(backend)
+    serve(engine, session("old", OLD, 8))
+    status(engine, hints("session.describe", session_id="old", embedding=CATS))
+    assert status(engine, hints("kv.expect", embedding=CATS))[0] == "applied"
+    for name, prompt, cached in (("like", [*OLD[:8], *YOUNG], 8), ("other", YOUNG, 0)):
+        engine.add(session(name, prompt, 8))
+        outputs = run_all(engine)[name]
+        assert outputs == expected_tokens(backend, prompt, 8)[-len(outputs) :]
+        assert engine.kv.index.lookup(Tokens(prompt), Namespace()).num_blocks * 4 >= cached
+        check_books(engine)
+
+
 @pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("longer_first", [True, False])
 def test_what_another_session_goes_on_from_is_not_ended(index: str, longer_first: bool) -> None:

@@ -129,6 +129,23 @@ def test_what_is_retained_or_expected_stays(live: Live, action: tuple[str, dict[
         assert cached(client, YOUNG) == 0
 
 
+def test_the_session_of_the_nearest_embedding_stays(live: Live) -> None:
+    with live.openai() as client:
+        cached(client, OLD, session_id="old")
+        cached(client, YOUNG, session_id="young")
+        outcomes = hinted(
+            live,
+            ("session.describe", {"session_id": "old", "embedding": [0.9, -0.1]}),
+            ("session.describe", {"session_id": "young", "embedding": [-0.1, 0.9]}),
+            ("kv.expect", {"embedding": [0.8, 0.0]}),
+            ("kv.expect", {"embedding": []}),
+        )
+        assert statuses(outcomes) == ["applied", "applied", "applied", "invalid"]
+        cached(client, FILLER)
+        assert cached(client, OLD) == FULL
+        assert cached(client, YOUNG) == 0
+
+
 def test_a_request_brings_its_own_hints(live: Live) -> None:
     """An action without a target means the request that it came with, its answer included."""
     with live.openai() as client:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli import cache_folder
 from sagellm.cli._options import App, Command, argument, command, flag
+from sagellm.cli.cache_overlap import overlap
 from sagellm.cli.cache_server import DEFAULT_URL, TIMEOUT_S, base_url, refusal
 from sagellm.core.errors import ConfigError
 
@@ -130,4 +131,4 @@ def _row(span: ShownSpan) -> tuple[str, ...]:
 
 app.add(explain, cache_folder.stat, cache_folder.ls, cache_folder.verify, cache_folder.export)
 app.command("import", cls=Command)(cache_folder.import_)
-app.add(cache_folder.clear)
+app.add(cache_folder.clear, overlap)

@@ -41,11 +41,15 @@ class Reading(OptionGroup):
         "KEY=VALUE", "Set an option of the format, such as every=1; may be repeated.", ()
     )
 
-    def read(self, path: Path) -> Trace:
-        """The trace. Skipped lines are listed on stderr."""
+    def read(self, path: Path, **fallback: Any) -> Trace:
+        """The trace. Skipped lines are listed on stderr.
+
+        `fallback` is that of `read_trace`.
+        """
         from sagellm.benchmarks.traces import read_trace
 
-        trace = read_trace(path, self.format, on_error=cast("Any", self.on_error), **self.format_options())
+        how = cast("Any", self.on_error)
+        trace = read_trace(path, self.format, on_error=how, fallback=fallback, **self.format_options())
         for line in trace.skipped[:MAX_SHOWN_LINES]:
             print(f"sagellm: {path}, line {line.number} is skipped: {line.reason}", file=sys.stderr)
         if len(trace.skipped) > MAX_SHOWN_LINES:

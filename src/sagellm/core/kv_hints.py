@@ -21,12 +21,13 @@ ACTION_VERSIONS: Mapping[str, str] = {
     "kv.expect": "1.0",
     "session.end": "1.0",
     "session.supersede": "1.0",
+    "session.describe": "1.0",
 }
 """Supported actions and their versions.
 
 `kv.retain`: keep longer (`priority` 0 to 100, `duration_s`). `kv.expect`: keep, it is about to be used.
 `session.end`: evict first, the session has ended. `session.supersede`: evict first, an edited history has
-replaced it."""
+replaced it. `session.describe`: an embedding by which `kv.expect` finds the session."""
 MAX_ACTIONS = 64
 MAX_DURATION_S = 7 * 24 * 3600.0
 

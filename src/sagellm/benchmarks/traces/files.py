@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal, cast
 
 from sagellm.benchmarks.traces._parsing import (
@@ -54,31 +55,43 @@ def read_trace(
     format: str | None = None,  # noqa: A002 - the field's word
     *,
     on_error: OnError = "fail",
+    fallback: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Trace:
     """Returns the requests of a file, in order of time.
 
     `format` is a registered name, by default the format that recognises the first lines; `options` are that
-    format's. Files compressed with xz, gzip or zstd are read as they are. Empty lines are ignored. A broken
-    line raises `ConfigError` with its number, or is skipped and listed in `skipped`. If an id does not fit
-    into int32, all ids of the file are replaced by consecutive ints; equal ids stay equal.
+    format's, and `fallback` further ones for a format that has them. Files compressed with xz, gzip or zstd
+    are read as they are. Empty lines are ignored. A broken line raises `ConfigError` with its number, or is
+    skipped and listed in `skipped`. If an id does not fit into int32, all ids of the file are replaced by
+    consecutive ints; equal ids stay equal.
     """
     if on_error not in ("skip", "fail"):
         raise ConfigError(f"on_error {on_error!r}: 'skip' or 'fail'")
     try:
-        return _read(Path(path), format, options, IdMap(), skip=on_error == "skip")
+        return _read(Path(path), format, options, fallback, IdMap(), skip=on_error == "skip")
     except IdTooLargeError:
-        return _read(Path(path), format, options, IdMap(renumber=True), skip=on_error == "skip")
+        return _read(Path(path), format, options, fallback, IdMap(renumber=True), skip=on_error == "skip")
 
 
-def _read(path: Path, name: str | None, options: Mapping[str, Any], ids: IdMap, *, skip: bool) -> Trace:
+def _read(
+    path: Path,
+    name: str | None,
+    options: Mapping[str, Any],
+    fallback: Mapping[str, Any],
+    ids: IdMap,
+    *,
+    skip: bool,
+) -> Trace:
     sha = hashlib.sha256()
     with opened(path) as stream:
         lines: Iterable[_Line] = _lines(stream, sha)
         if name is None:
             first = list(itertools.islice(lines, NUM_GUESSING_LINES))
             name, lines = guess_format(path, first), itertools.chain(first, lines)
-        reader: TraceFormat = registry(KIND).create(name, **options)
+        known = registry(KIND)
+        fitting = {key: value for key, value in fallback.items() if key in known.options(name)}
+        reader: TraceFormat = known.create(name, **{**fitting, **options})
         requests, skipped = _parse(path, lines, reader, ids, skip=skip)
     if not requests:
         first_bad = f"line {skipped[0].number}: {skipped[0].reason}" if skipped else ""

@@ -27,7 +27,7 @@ from sagellm.kvmgr.manager.hints import KVHints
 
 SESSION, HINTS, PIN = "sage_session", "sage_hints", "sage_pin_s"
 PIN_KIND = "pin"
-HINT_KINDS = (*ACTION_VERSIONS, PIN_KIND)
+HINT_KINDS = (*(kind for kind in ACTION_VERSIONS if kind != "session.describe"), PIN_KIND)
 """What a guest may heed: the types of actions, and pins."""
 MAX_SESSION_CHARACTERS = 256
 MAX_HINTS_CHARACTERS = 65_536

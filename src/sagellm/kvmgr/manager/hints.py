@@ -20,12 +20,12 @@ from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
+from sagellm.kvmgr.manager.similar_sessions import Session, SimilarSessions
 
 EXPECTED_FOR_S = 60.0
 """A `kv.expect` that no use has ended ends after this time, so that hints cannot hold the cache."""
 MAX_EXPECTED = 1024
-Session = tuple[str, str]
-"""A tenant and the id that it gave: a tenant cannot name the session of another."""
+MIN_SIMILARITY = 0.8
 
 
 class KVHints:
@@ -49,6 +49,7 @@ class KVHints:
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
+        self._similar = SimilarSessions()
         self._num_tokens = 0
         self._now = now
         self._wanted: dict[Any, tuple[PrefixHit, int]] = {}  # of waiting requests, with how many want each
@@ -72,7 +73,9 @@ class KVHints:
         self._num_tokens += len(tokens) - (len(old[0]) if old is not None else 0)
         self._sessions[session] = (tokens, namespace)
         while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._sessions.popitem(last=False)[1][0])
+            oldest, (forgotten, _) = self._sessions.popitem(last=False)
+            self._num_tokens -= len(forgotten)
+            self._similar.forget(oldest)
 
     def session_tokens(self, tenant: str, session_id: str) -> Tokens | None:
         """The last request of a session with its answer; None if unknown."""
@@ -124,6 +127,8 @@ class KVHints:
             name = f"{action.action_type}@{action.action_version}"
             return HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=f"{name} is not known here")
         try:
+            if action.action_type == "session.describe":
+                return self._describe(action, namespace)
             hint = _hint_of(action)
             target = self._target(action, namespace, own)
         except RequestError as error:
@@ -142,6 +147,13 @@ class KVHints:
         reason = "" if num_blocks else "no cached block is the target's alone"
         return HintOutcome(action.action_id, status, num_blocks, reason)
 
+    def _describe(self, action: KVHintAction, namespace: Namespace) -> HintOutcome:
+        session = (namespace.tenant, str(action.payload.get("session_id")))
+        if session not in self._sessions:
+            return HintOutcome(action.action_id, HintStatus.NOT_FOUND, reason="name a known session_id")
+        self._similar.describe(session, action.payload.get("embedding"))
+        return HintOutcome(action.action_id, HintStatus.APPLIED)
+
     def _end_expectations(self) -> None:
         """End expectations whose time is over, and the oldest of too many."""
         expected, now_s = self._expected, self._now()
@@ -156,6 +168,12 @@ class KVHints:
         self, action: KVHintAction, namespace: Namespace, own: Tokens | None
     ) -> tuple[Tokens, Namespace] | None:
         session_id, token_ids = action.payload.get("session_id"), action.payload.get("token_ids")
+        if "embedding" in action.payload:
+            if action.action_type != "kv.expect":
+                raise RequestError("an embedding can be the target of kv.expect only", "embedding")
+            found = self._similar.nearest(namespace.tenant, action.payload["embedding"])
+            least = number(action.payload, "min_similarity", MIN_SIMILARITY, 1)
+            return None if found is None or found.similarity < least else self._sessions[found.session]
         if session_id is not None:
             if not isinstance(session_id, str):
                 raise RequestError(f"session_id must be a string, got {session_id!r}", "session_id")
