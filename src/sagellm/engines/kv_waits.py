@@ -17,8 +17,9 @@ MAX_ASKED = 8
 class KVWaits:
     """Asks tiers for each waiting request, and holds it back while its KV comes.
 
-    Other requests are planned meanwhile. For a request without room on the device the tiers are asked again
-    when another's KV has come; if none is coming, it computes its prompt.
+    Other requests are planned meanwhile. When something has come, the tiers are asked again: a further one
+    may have more. For a request without room on the device the tiers are asked again when another's KV has
+    come; if none is coming, it computes its prompt.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
@@ -33,15 +34,19 @@ class KVWaits:
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
-        if self._coming.pop(state.request_id, None) is not None:
-            self._tiers.cancel(state.request_id)
+        self._coming.pop(state.request_id, None)
+        self._tiers.cancel(state.request_id)
 
-    def advance(self, *, start: bool) -> None:
-        """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`."""
-        came = self._tiers.poll()
-        for request_id in came:
-            state = self._coming.pop(request_id, None)
-            if state is not None:
+    def advance(self, *, start: bool, again: bool = True) -> None:
+        """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
+
+        Without `again`, tiers are not asked for more of what has come.
+        """
+        came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
+        if again:
+            self._to_ask.extendleft(reversed(came))
+        else:
+            for state in came:
                 self._table.kv_arrived(state)
         if came or not self._coming:  # a load that was cancelled is not named
             self._to_ask.extendleft(reversed(self._no_room))
@@ -68,7 +73,7 @@ class KVWaits:
         """Stop all moves, which frees their device blocks; False without any."""
         if not self._tiers.give_way():
             return False
-        self.advance(start=True)
+        self.advance(start=True, again=False)
         return True
 
     def settle(self) -> None:

@@ -108,7 +108,9 @@ def test_a_storage_that_has_failed_is_not_asked(user: User) -> None:
     for name in (2, 3):
         user.serve(prompt(name, 4), f"r{name}")
     user.settle()
-    user.tiers[0].storage.fault = "gone"
+    storage = user.tiers[0].storage
+    assert isinstance(storage, FaultyStorage)
+    storage.fault = "gone"
     assert user.hierarchy.request("a", tokens, Namespace(), len(tokens)) is TierLookup.MISS
     assert user.hierarchy.faults() == ["dram: gone"]
     assert user.serve(tokens, "computed") == 0

@@ -12,6 +12,7 @@ line in the log; what it cannot read is a miss, and the engine goes on.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
@@ -49,20 +51,21 @@ class _Store:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks on their way up for a request. `source` pins them in their tier."""
+    """Blocks on their way up for a request, until `until_s` at most. `source` pins them in their tier."""
 
     request_id: str
     tier: KVTier
     source: PrefixHit
     arrival: Arrival
+    until_s: float = math.inf
 
 
 class HierarchyManager:
     """Implements `KVTiers`: owns the tiers below one device, and the moves under way.
 
     `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` says how long
-    computing blocks again takes; they are loaded if that is faster. `num_dropped` counts blocks that were not
-    saved, since too many bytes were under way (`MAX_PENDING_BYTES`).
+    computing blocks again takes; they are loaded if that is faster. A `RemoteTier` is asked for each request
+    before anything is loaded from it.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class HierarchyManager:
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._bytes_per_s: dict[Tier, float] = {}
         self._came: list[str] = []
-        self.num_dropped = 0
+        self._remote = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
 
     # -- down
 
@@ -94,7 +97,7 @@ class HierarchyManager:
             missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
             num_bytes = self._migrator.num_pending_bytes + missing * self._block_bytes
             has_time = num_bytes <= MAX_PENDING_BYTES
-            self.num_dropped += 0 if has_time else missing
+            tier.num_dropped += 0 if has_time else missing
             store = tier.begin_store(
                 hit.tokens, hit.namespace, hit.num_blocks, account, use, has_time=has_time
             )
@@ -133,13 +136,19 @@ class HierarchyManager:
         if request_id in self._move_of:
             return TierLookup.HIT_PENDING
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
-        found, tier = self._best(tokens, namespace, max_tokens, cached)
+        found, tier = self._best(request_id, tokens, namespace, max_tokens, cached)
+        if self._ask(request_id, tokens, namespace, max_tokens, account, found.num_blocks):
+            return TierLookup.HIT_PENDING
         if tier is None:
+            self._forget(request_id)
             return TierLookup.MISS
         arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
         if arrival is None:
             return TierLookup.RETRY
         load = _Load(request_id, tier, tier.begin_load(found), arrival)
+        if isinstance(tier, RemoteTier):
+            compute_s = self._costs.recompute_s(_extent(arrival.first, found.num_blocks))
+            load.until_s = tier.now() + max(compute_s, tier.max_ask_s)
         positions = range(arrival.first, found.num_blocks)
         slots = tier.index.block_ids(load.source)[arrival.first :]
         target = MoveTarget(Tier.HBM, range(len(positions)), arrival.block_ids)
@@ -161,6 +170,7 @@ class HierarchyManager:
 
     def cancel(self, request_id: str) -> None:
         """See `KVTiers`. Blocks that have come already are cached."""
+        self._forget(request_id)
         move_id = self._move_of.pop(request_id, None)
         if move_id:
             self._migrator.cancel(move_id)
@@ -171,31 +181,62 @@ class HierarchyManager:
                 self.arrivals.abort(load.arrival)
                 return
 
+    def _ask(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account,
+        found: int,
+    ) -> bool:
+        """Ask the shared store once, if blocks behind the first `found` would be worth it."""
+        remote, num_blocks = self._remote, min(max_tokens, len(tokens)) // self._index.block_size
+        if remote is None or request_id in remote.answered or num_blocks <= found:
+            return False
+        if not self._is_worth(remote, found, num_blocks, LATENCY_S + remote.ask_s):
+            return False
+        limit_s = self._costs.recompute_s(_extent(found, num_blocks))
+        if not remote.ask(request_id, tokens, namespace, num_blocks, account, limit_s):
+            return False
+        self._move_of[request_id] = 0  # until it has answered
+        return True
+
+    def _forget(self, request_id: str) -> None:
+        if self._remote is not None:
+            self._remote.forget(request_id)
+
     def _best(
-        self, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
+        self, request_id: str, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
     ) -> tuple[PrefixHit, KVTier | None]:
         """The longest prefix that is worth loading, of the nearest tier with it."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
+            if isinstance(tier, RemoteTier) and request_id not in tier.answered:
+                continue
             hit = tier.lookup(tokens, namespace, max_tokens)
-            if hit.num_blocks > best.num_blocks and self._is_worth(tier.tier, cached, hit.num_blocks):
+            if hit.num_blocks > best.num_blocks and self._is_worth(tier, cached, hit.num_blocks):
                 best, of_tier = hit, tier
         return best, of_tier
 
-    def _is_worth(self, tier: Tier, first: int, stop: int) -> bool:
-        extent = SimpleExtent(0, stop - first, first_position=first)
-        bytes_per_s = self._bytes_per_s.setdefault(tier, FIRST_BYTES_PER_S)
-        load_s = LATENCY_S + (stop - first) * self._block_bytes / bytes_per_s
-        is_worth = load_s < self._costs.recompute_s(extent)
+    def _is_worth(self, tier: KVTier, first: int, stop: int, latency_s: float = LATENCY_S) -> bool:
+        bytes_per_s = self._bytes_per_s.setdefault(tier.tier, FIRST_BYTES_PER_S)
+        load_s = latency_s + (stop - first) * self._block_bytes / bytes_per_s
+        is_worth = load_s < self._costs.recompute_s(_extent(first, stop))
         if not is_worth:
-            self._bytes_per_s[tier] = min(REGAINED * bytes_per_s, FIRST_BYTES_PER_S)
+            self._bytes_per_s[tier.tier] = min(REGAINED * bytes_per_s, FIRST_BYTES_PER_S)
+            if isinstance(tier, RemoteTier):
+                tier.ask_s /= REGAINED
         return is_worth
 
     # -- what has ended
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        for report in self._migrator.poll():
+        reports = self._migrator.poll()
+        if self._remote is not None:
+            arrived += self._poll_remote(self._remote, reports)
+        for report in reports:
             store = self._stores.pop(report.move_id, None)
             if store is not None:
                 self._stored(store, report)
@@ -206,6 +247,19 @@ class HierarchyManager:
                 del self._move_of[load.request_id]
                 arrived.append(load.request_id)
         return arrived
+
+    def _poll_remote(self, remote: RemoteTier, reports: list[MigrationReport]) -> list[str]:
+        """Returns requests whose question has ended; adds reports of loads that are given up."""
+        answered = remote.poll()
+        for request_id in answered:
+            del self._move_of[request_id]
+        ended, now_s = {report.move_id for report in reports}, remote.now()
+        for move_id, load in self._loads.items():
+            if load.until_s <= now_s and move_id not in ended:
+                reports.append(self._migrator.abandon(move_id))
+                if load.until_s > -math.inf:  # it was slow
+                    self._bytes_per_s[Tier.REMOTE] *= 0.8
+        return answered
 
     def _stored(self, store: _Store, report: MigrationReport) -> None:
         for tier in self.tiers:
@@ -230,6 +284,12 @@ class HierarchyManager:
             return False
         for move_id in (*self._stores, *self._loads):
             self._migrator.cancel(move_id)
+        for load in self._loads.values():
+            if load.tier is self._remote:  # its thread may wait for the network
+                load.until_s = -math.inf
+        if self._remote is not None:
+            self._remote.answered.clear()
+        self._came = self.poll()
         while self._stores or self._loads:
             self._migrator.wait(1.0)
             self._came = self.poll()
@@ -239,10 +299,11 @@ class HierarchyManager:
 
     @property
     def is_idle(self) -> bool:
-        return self._migrator.is_idle and not self._unstarted
+        is_asking = self._remote is not None and self._remote.is_asking
+        return self._migrator.is_idle and not self._unstarted and not is_asking
 
     def wait(self, timeout_s: float) -> bool:
-        return self._migrator.wait(timeout_s)
+        return self.is_idle or self._migrator.wait(timeout_s)
 
     def states(self) -> list[TierState]:
         return [tier.state() for tier in self.tiers]
@@ -261,6 +322,8 @@ class HierarchyManager:
     def close(self) -> None:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.start_loads()
+        if self._remote is not None:
+            self._remote.close()
         self._migrator.close()
         self.poll()
         for tier in self.tiers:
@@ -276,3 +339,7 @@ class HierarchyManager:
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
+
+
+def _extent(first: int, stop: int) -> SimpleExtent:
+    return SimpleExtent(0, stop - first, first_position=first)
