@@ -6,8 +6,6 @@ The real server is Debian's `redis-server`; where it is not installed, its tests
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +27,7 @@ from sagellm.core.types import Namespace
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from sagellm.kvmgr.kv_pool.tiers.remote import PutOutcome, RemoteOptions, RemoteStore
 from tests.kvmgr.tiers.storages.resp_server import RespServer
+from tests.redis_server import running_redis
 
 SIZE = 4096
 FORMAT = BlockFormat(b"f" * 16, SIZE)
@@ -98,19 +97,8 @@ def server() -> Iterator[RespServer]:
 
 @pytest.fixture(scope="module")
 def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a redis-server that uses no disk and no port."""
-    command = shutil.which("redis-server") or shutil.which("valkey-server")
-    if command is None:
-        pytest.skip("needs redis-server: apt-get install redis-server")
-    path = tmp_path_factory.mktemp("redis") / "socket"
-    arguments = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(path.parent)]
-    with subprocess.Popen([command, *arguments], stdout=subprocess.DEVNULL) as process:
-        for _ in range(500):
-            if path.exists():
-                break
-            time.sleep(0.01)
+    with running_redis(tmp_path_factory.mktemp("redis")) as path:
         yield path
-        process.terminate()
 
 
 @pytest.fixture

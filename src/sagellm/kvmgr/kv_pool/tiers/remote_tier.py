@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import KVPool
-from sagellm.core.protocols.kv_tiers import TierState
-from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.protocols.kv_tiers import ReadOutcome, TierState
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.migrator import HashesOf
 from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
@@ -110,6 +111,12 @@ class RemoteTier(KVTier):
         self._thread.submit(self._answer, question)
         return not is_down
 
+    def end_load(self, hit: PrefixHit, first: int, num_read: int, outcome: ReadOutcome) -> None:
+        """See `KVTier`. What is behind a block that was not right is put again, unless it is there."""
+        if outcome is not ReadOutcome.OK:
+            self._damaged.update(self.index.block_ids(hit)[first + num_read :])
+        super().end_load(hit, first, num_read, outcome)
+
     def forget(self, request_id: str) -> None:
         """The request has ended, or needs no more blocks. Unknown ids are ignored."""
         self.answered.discard(request_id)
@@ -165,6 +172,14 @@ class RemoteTier(KVTier):
     def state(self) -> TierState:
         num_dropped = self.num_dropped + self._remote.num_lost
         return super().state()._replace(stored=self._remote.num_stored, dropped=num_dropped)
+
+    def check(self) -> None:
+        """See `KVTier`; also where a question that has ended is still asked."""
+        super().check()
+        self._remote.store.check()
+        ended = [name for name, question in self._questions.items() if not question.is_open]
+        if ended or self.answered & self._questions.keys():
+            raise BookkeepingError(f"questions of {ended} have ended, or are asked again")
 
     def close(self) -> None:
         """Wait for the answer under way; there are no more."""
