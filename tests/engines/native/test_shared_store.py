@@ -48,6 +48,11 @@ def small_server() -> Iterator[RespServer]:
     server.stop()
 
 
+def at(url: str | Path) -> dict[str, Any]:
+    """Settings for a server; the limit keeps `check` quick."""
+    return {"kv.remote_url": url if isinstance(url, str) else f"unix://{url}", "kv.remote_gb": 0.05}
+
+
 def url_of(server: RespServer) -> str:
     return server.url.replace("//", "//:s3cret-word@")
 
@@ -84,7 +89,7 @@ def expected(model: Path, count: int = 4) -> list[list[int]]:
     ids=["plain", "overlap", "host", "zstd"],
 )
 def test_what_one_engine_computes_another_loads(model: Path, socket: Path, settings: dict[str, Any]) -> None:
-    url = {"kv.remote_url": f"unix://{socket}", **settings}
+    url = {**at(socket), **settings}
     first, second = engine(model, **url), engine(model, **url)
     drawn = [ask(first, f"r{i}", prompt) for i, prompt in enumerate(prompts())]
     assert [tokens for tokens, _ in drawn] == expected(model)
@@ -106,7 +111,7 @@ def test_what_one_engine_computes_another_loads(model: Path, socket: Path, setti
 
 
 def test_another_model_shares_nothing(model: Path, tmp_path: Path, socket: Path) -> None:
-    url = {"kv.remote_url": f"unix://{socket}"}
+    url = at(socket)
     first = engine(model, **url)
     for i, prompt in enumerate(prompts()):
         ask(first, f"r{i}", prompt)
@@ -120,7 +125,7 @@ def test_another_model_shares_nothing(model: Path, tmp_path: Path, socket: Path)
 
 
 def test_damaged_values_are_computed_again(model: Path, socket: Path) -> None:
-    url = {"kv.remote_url": f"unix://{socket}"}
+    url = at(socket)
     first = engine(model, **url)
     drawn = [ask(first, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
     flush(first)
@@ -141,7 +146,7 @@ def test_damaged_values_are_computed_again(model: Path, socket: Path) -> None:
 
 
 def test_no_server(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    alone = engine(model, **{"kv.remote_url": "redis://:s3cret-word@127.0.0.1:1"})
+    alone = engine(model, **at("redis://:s3cret-word@127.0.0.1:1"))
     drawn = [ask(alone, f"r{i}", prompt) for i, prompt in enumerate(prompts())]
     assert drawn == [(tokens, 0) for tokens in expected(model)]
     assert caplog.text.count(ONE_WARNING) == 1
@@ -154,7 +159,7 @@ def test_no_server(model: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_silent_server(model: Path, small_server: RespServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    slow = engine(model, **{"kv.remote_url": url_of(small_server)})
+    slow = engine(model, **at(url_of(small_server)))
     small_server.delay_s = 30.0
     drawn = [ask(slow, f"r{i}", prompt) for i, prompt in enumerate(prompts())]
     assert drawn == [(tokens, 0) for tokens in expected(model)]
@@ -168,7 +173,7 @@ def test_a_server_that_is_killed_and_comes_back(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "redis").mkdir()
-    url = {"kv.remote_url": f"unix://{tmp_path / 'redis' / 'socket'}"}
+    url = at(tmp_path / "redis" / "socket")
     tokens = expected(model)
     with running_redis(tmp_path / "redis"):
         lasting = engine(model, **url)
@@ -199,7 +204,7 @@ def test_the_ttl_and_the_size_limit_are_those_of_the_configuration(model: Path, 
     block_gb = (probe.backend.get_kv_schema().bytes_per_block + 512) / 2**30
     probe.close()
     small = {"kv.remote_ttl_s": 1000.0, "kv.remote_gb": 40.5 * block_gb}
-    limited = engine(model, **{"kv.remote_url": f"unix://{socket}"}, **small)
+    limited = engine(model, **at(socket) | small)
     for i, prompt in enumerate(prompts()):
         ask(limited, f"r{i}", prompt)
     flush(limited)

@@ -273,6 +273,7 @@ class User:
         """Wait for all moves; returns the requests whose KV has come."""
         came: list[str] = []
         while not self.hierarchy.is_idle:
+            self.hierarchy.start_loads()
             self.hierarchy.wait(1.0)
             came += self.hierarchy.poll()
         return came

@@ -169,6 +169,10 @@ class RemoteTier(KVTier):
         if arrival is not None:
             self.arrivals.publish(arrival, len(arrival.block_ids))
 
+    def recover(self) -> int:
+        """Nothing: the server is asked."""
+        return 0
+
     def state(self) -> TierState:
         num_dropped = self.num_dropped + self._remote.num_lost
         return super().state()._replace(stored=self._remote.num_stored, dropped=num_dropped)
