@@ -203,7 +203,7 @@ class ServerMetrics(Collector):
             misses.update(tier.misses)
         yield self._count("kv_tier_misses", "Blocks of tiers that did not verify, by cause", misses, "cause")
         broken = {str(tier.tier): float(bool(tier.fault)) for tier in tiers}
-        yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used any more", broken, "tier")
+        yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used", broken, "tier")
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[Metric]:
         for name, text, count in (

@@ -322,9 +322,9 @@ class KVTiers(Protocol):
         """The request has ended: its load stops. To be called for each that was asked for."""
 
     def poll(self) -> Sequence[str]:
-        """Take in what has finished; returns ids of requests that need not wait for it any more.
+        """Take in what has finished; returns ids of requests whose wait has ended.
 
-        Ask again for them: a shared store has answered, or a further tier may have more.
+        Call `request` for them again: a shared store has answered, or a further tier may have more.
         """
 
     def give_way(self) -> bool:

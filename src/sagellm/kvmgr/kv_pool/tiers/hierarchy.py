@@ -190,7 +190,10 @@ class HierarchyManager:
         account: Account,
         found: int,
     ) -> bool:
-        """Ask the shared store once, if blocks behind the first `found` would be worth it."""
+        """Ask the shared store once for blocks behind the first `found`.
+
+        False if that would not be worth it, or the store is not used now.
+        """
         remote, num_blocks = self._remote, min(max_tokens, len(tokens)) // self._index.block_size
         if remote is None or request_id in remote.answered or num_blocks <= found:
             return False

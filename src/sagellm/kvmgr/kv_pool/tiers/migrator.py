@@ -145,9 +145,9 @@ class KVMigrator:
             self._moves[move_id].cancelled.set()
 
     def abandon(self, move_id: int) -> MigrationReport:
-        """End a load now, though its thread may still wait for the source; returns its report.
+        """End a load now, though its thread may still read; returns its report.
 
-        Afterwards the thread writes no block of the device, and `poll` does not report the move.
+        From now on the thread writes no block of the device, and `poll` does not report the move.
         """
         with self._writing:
             move = self._end(move_id)

@@ -146,7 +146,7 @@ class RemoteTier(KVTier):
         return ended
 
     def _answer(self, question: _Question) -> None:
-        """On the thread: ask the server. A question that no request waits for any more is left out."""
+        """On the thread: ask the server, unless no request waits any more."""
         if not question.is_open and not question.is_probe:
             return
         try:
@@ -159,10 +159,13 @@ class RemoteTier(KVTier):
         self._on_answer()
 
     def _learn(self, question: _Question, held: Sequence[bool]) -> None:
-        """Have in the index what the server holds of a path from its first block on, and nothing more."""
+        """Enter the leading blocks that the server holds.
+
+        Known blocks that it does not hold count as damaged: a load ends before them, and they are put again.
+        """
         tokens, namespace = Tokens.frombytes(question.path), question.namespace
         known = self.index.block_ids(self.index.lookup(tokens, namespace))
-        for slot, is_held in zip(known, held, strict=False):  # a damaged block is written again
+        for slot, is_held in zip(known, held, strict=False):
             (self._damaged.discard if is_held else self._damaged.add)(slot)
         num_held = [*held, False].index(False)
         arrival = self.arrivals.begin_receive(tokens, namespace, num_held, question.account)
