@@ -43,14 +43,14 @@ class KVWaits:
         Without `again`, tiers are not asked for more of what has come.
         """
         came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
+        if came or not self._coming:  # a load that was cancelled is not named
+            self._to_ask.extendleft(reversed(self._no_room))
+            self._no_room.clear()
         if again:
             self._to_ask.extendleft(reversed(came))
         else:
             for state in came:
                 self._table.kv_arrived(state)
-        if came or not self._coming:  # a load that was cancelled is not named
-            self._to_ask.extendleft(reversed(self._no_room))
-            self._no_room.clear()
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
