@@ -69,7 +69,7 @@ class Load:
 
     def contains(self) -> None:
         for hashes in self.calls:
-            assert all(self.store.contains(hashes)), self.store.fault
+            assert self.store.contains(hashes) == [True] * len(hashes), self.store.fault
 
     def plain_set(self) -> None:
         for number, hashes in enumerate(self.calls):

@@ -14,15 +14,19 @@ from tests.builders import request
 
 
 class Tiers:
-    """Tiers that bring up one request at a time, and one only when it is told to."""
+    """Tiers that bring up one request at a time; with `is_deep` there is always more."""
 
     is_idle = True
 
     def __init__(self) -> None:
         self.loading: list[str] = []
         self.came: list[str] = []
+        self.whole: set[str] = set()
+        self.is_deep = False
 
     def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
+        if state.request_id in self.whole:
+            return TierLookup.MISS
         if self.loading:
             return TierLookup.RETRY
         self.loading.append(state.request_id)
@@ -30,10 +34,13 @@ class Tiers:
 
     def poll(self) -> list[str]:
         came, self.came = self.came, []
+        if not self.is_deep:
+            self.whole.update(came)
         return came
 
     def cancel(self, request_id: str) -> None:
-        self.loading.remove(request_id)
+        if request_id in self.loading:
+            self.loading.remove(request_id)
 
 
 def waiting(*names: str) -> tuple[KVWaits, Tiers, dict[str, RequestState]]:
@@ -55,6 +62,17 @@ def test_a_request_without_room_is_asked_again_when_a_load_ends() -> None:
     waits.advance(start=True)
     assert states["a"].status is RequestStatus.WAITING
     assert tiers.loading == ["b"]
+
+
+def test_a_further_tier_may_bring_more() -> None:
+    """And after memory was given back, nothing more is brought."""
+    for again in (True, False):
+        waits, tiers, states = waiting("a")
+        tiers.loading, tiers.came, tiers.is_deep = [], ["a"], True
+        waits.advance(start=True, again=again)
+        expected = RequestStatus.WAITING_FOR_KV if again else RequestStatus.WAITING
+        assert states["a"].status is expected
+        assert tiers.loading == (["a"] if again else [])
 
 
 def test_a_cancelled_load_leaves_no_request_behind() -> None:

@@ -37,6 +37,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, str]] = {
     "kv.host_gb": ("--kv-host-gb", "GIB"),
     "kv.disk_gb": ("--kv-disk-gb", "GIB"),
     "kv.dir": ("--kv-dir", "FOLDER"),
+    "kv.remote_url": ("--kv-remote-url", "URL"),
 }
 """Keys that only a server reads."""
 

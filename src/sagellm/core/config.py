@@ -114,7 +114,17 @@ class KVConfig(Section):
     disk_gb: float = key(0.0, "disk (GiB) behind that, in kv.dir; 0: none", ge=0.0, le=1048576.0)
     dir: Word | None = key(None, "folder of the disk tier; one server owns it")
     codec: Word = key(
-        "raw", "how blocks are stored on disk: raw, zstd (exact), int8 (not exact: up to 0.8 % off)"
+        "raw",
+        "how blocks are stored on disk and remotely: raw, zstd (exact), int8 (not exact: up to 0.8 % off)",
+    )
+    remote_url: Word | None = key(
+        None, "Valkey or Redis server with KV that instances share: redis://HOST; none: none", repr=False
+    )
+    remote_gb: float = key(
+        64.0, "what this instance puts there (GiB) within kv.remote_ttl_s", gt=0.0, le=1048576.0
+    )
+    remote_ttl_s: float = key(
+        86400.0, "seconds until a block there that is not used goes", gt=0.0, le=31536000.0
     )
     index: Word = key("radix", "prefix index")
     pool: Word = key("free_list", "block pool")
@@ -167,7 +177,7 @@ class KVConfig(Section):
     @property
     def has_tiers(self) -> bool:
         """Whether KV is kept below the device."""
-        return bool(self.host_gb or self.disk_gb)
+        return bool(self.host_gb or self.disk_gb or self.remote_url)
 
     @property
     def host_bytes(self) -> int:
@@ -327,7 +337,7 @@ class Config(Section):
         return {f"{section}.{name}": value for section, keys in self for name, value in keys}
 
 
-SECRET_KEYS = frozenset({"server.admin_key", "server.api_key", "server.client_keys"})
+SECRET_KEYS = frozenset({"kv.remote_url", "server.admin_key", "server.api_key", "server.client_keys"})
 """Keys whose value is never shown."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -46,6 +46,9 @@ from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
+from sagellm.kvmgr.kv_pool.tiers.remote import RemoteOptions, RemoteStore
+from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
+from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
@@ -54,6 +57,8 @@ from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
 log = logging.getLogger("sagellm.engine")
+MAX_REMOTE_BLOCKS = 1 << 18
+"""Blocks of a shared store that an instance remembers, so that it does not put them again."""
 DEFAULT_REUSE_PREDICTOR = "reuse_table"
 TierSource: TypeAlias = Callable[[PrefixReuseIndex, KVPool], KVTiers]
 """Makes the tiers below a device, around its prefix index and its pool."""
@@ -170,45 +175,67 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
     capability = backend.capability()
     schema, source = capability.kv_schema, getattr(backend, "kv_bytes", None)
     if reason := _no_tiers_because(config, capability, source):
-        raise ConfigError(f"kv.host_gb and kv.disk_gb: {reason}; leave them out")
+        raise ConfigError(f"kv.host_gb, kv.disk_gb and kv.remote_url: {reason}; leave them out")
     assert schema is not None
     assert source is not None
     data, clock = source(), clock or MonotonicClock()
-    block_format = BlockFormat.of(schema, data.bytes_per_block)
-    storages: dict[Tier, BlockStorage] = {}
-    if config.host_gb:
-        storages[Tier.DRAM] = HostStorage(
-            _slots(config.host_gb, data.bytes_per_block, "host_gb"), block_format
-        )
-    if config.disk_gb:
-        from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
-        from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
-
-        assert config.dir is not None
-        num_slots = _slots(config.disk_gb, data.bytes_per_block, "disk_gb")
-        codec = None if config.codec == "raw" else CODECS.create(config.codec, dtype=schema.dtype)
-        storages[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format, codec=codec)
-    costs = prefill_costs(capability)
+    storages = _storages(config, BlockFormat.of(schema, data.bytes_per_block), schema.dtype, clock)
+    costs, hashes_of = prefill_costs(capability), partial(_hashes_of, config.block_size)
 
     def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:
-        tiers = [
-            KVTier(
-                name,
+        migrator = KVMigrator(data, storages, hashes_of, block_size=config.block_size)
+        tiers: list[KVTier] = []
+        for name, storage in storages.items():
+            books = (
                 _index(config, storage.num_slots, clock, costs),
                 FreeListPool(storage.num_slots, config.block_size),
-                storage,
             )
-            for name, storage in storages.items()
-        ]
-        for tier in tiers:
-            if num_blocks := tier.recover():
-                log.info("the tier %s has %d blocks from before", tier.tier, num_blocks)
-        hashes = partial(_hashes_of, config.block_size)
-        migrator = KVMigrator(data, storages, hashes, block_size=config.block_size)
+            if isinstance(storage, RemoteStorage):
+                tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake))
+            else:
+                tiers.append(KVTier(name, *books, storage))
+            if num_blocks := tiers[-1].recover():
+                log.info("the tier %s has %d blocks from before", name, num_blocks)
         arrivals = PrefixArrivals(index, pool)
         return HierarchyManager(index, arrivals, tiers, migrator, costs, data.bytes_per_block)
 
     return made
+
+
+def _storages(
+    config: KVConfig, block_format: BlockFormat, dtype: str, clock: Clock
+) -> dict[Tier, BlockStorage]:
+    """The configured ones, the nearest first."""
+    made: dict[Tier, BlockStorage] = {}
+    block_bytes, codec = block_format.bytes_per_block, None
+    if config.codec != "raw" and (config.disk_gb or config.remote_url):
+        from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
+
+        codec = CODECS.create(config.codec, dtype=dtype)
+    if config.host_gb:
+        made[Tier.DRAM] = HostStorage(_slots(config.host_gb, block_bytes, "host_gb"), block_format)
+    if config.disk_gb:
+        from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+
+        assert config.dir is not None
+        num_slots = _slots(config.disk_gb, block_bytes, "disk_gb")
+        made[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format, codec=codec)
+    if options := remote_options(config):
+        num_slots = min(_slots(config.remote_gb, block_bytes, "remote_gb"), MAX_REMOTE_BLOCKS)
+        store = RemoteStore(options, block_format, codec, clock=clock)
+        made[Tier.REMOTE] = RemoteStorage(store, num_slots)
+    return made
+
+
+def remote_options(config: KVConfig) -> RemoteOptions | None:
+    """Of the configured shared store; None without one.
+
+    Raises `ConfigError` for a wrong URL, and `MissingExtraError` without the package `redis`.
+    """
+    if config.remote_url is None:
+        return None
+    num_bytes = int(config.remote_gb * 2**30)
+    return RemoteOptions(config.remote_url, config.remote_ttl_s, max_failures=1, max_put_bytes=num_bytes)
 
 
 def _hashes_of(block_size: int, path: bytes, namespace: Namespace) -> list[bytes]:
@@ -392,6 +419,7 @@ def build_engine(
     """An engine around `backend`, or around the configured one. A backend with a clock of its own sets the
     engine's clock.
     """
+    remote_options(config.kv)  # its errors come before the weights load
     backend = backend or build_backend(config, clock=clock, progress=progress)
     clock = clock or getattr(backend, "clock", None)
     events = events or EventBus()

@@ -11,8 +11,9 @@ from sagellm.core.types import RequestStatus
 from sagellm.engines.request_table import WAITING, RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 
-MAX_LOADS = 3
-"""Loads for a request while it waits. It may be that each time others have what it brought evicted."""
+MAX_LOADS = 6
+"""Loads for a request while it waits, and questions to a shared store. It may be that each time others have
+what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 
@@ -20,10 +21,10 @@ MAX_ASKED = 8
 class KVWaits:
     """Asks tiers for each waiting request, and holds it back while its KV comes.
 
-    Tiers are asked when the request begins to wait, so that its KV comes while it waits, and again when it is
-    admitted, since the device may have evicted what it had. Other requests are planned meanwhile. For a
-    request without room on the device the tiers are asked again when another's KV has come; if none is
-    coming, it computes its prompt.
+    Tiers are asked when the request begins to wait, so that its KV comes while it waits; when something has
+    come, since a further one may have more; and when it is admitted, since the device may have evicted what
+    it had. Other requests are planned meanwhile. For a request without room on the device the tiers are asked
+    again when another's KV has come; if none is coming, it computes its prompt.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
@@ -41,19 +42,23 @@ class KVWaits:
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
         del self._num_loads[state.request_id]
-        if self._coming.pop(state.request_id, None) is not None:
-            self._tiers.cancel(state.request_id)
+        self._coming.pop(state.request_id, None)
+        self._tiers.cancel(state.request_id)
 
-    def advance(self, *, start: bool) -> None:
-        """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`."""
-        came = self._tiers.poll()
-        for request_id in came:
-            state = self._coming.pop(request_id, None)
-            if state is not None:
-                self._table.kv_arrived(state)
+    def advance(self, *, start: bool, again: bool = True) -> None:
+        """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
+
+        Without `again`, tiers are not asked for more of what has come.
+        """
+        came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
         if came or not self._coming:  # a load that was cancelled is not named
             self._to_ask.extendleft(reversed(self._no_room))
             self._no_room.clear()
+        if again:
+            self._to_ask.extendleft(reversed(came))
+        else:
+            for state in came:
+                self._table.kv_arrived(state)
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
@@ -71,12 +76,12 @@ class KVWaits:
     def _ask(self, state: RequestState, *, start: bool, admits: bool = False) -> None:
         if state.status not in WAITING:  # it runs, or has ended
             return
-        if self._num_loads[state.request_id] >= MAX_LOADS and state.status is RequestStatus.WAITING:
-            return
-        outcome = self._kv.bring_up(state, start=start, admits=admits)
+        outcome = TierLookup.MISS
+        if self._num_loads[state.request_id] < MAX_LOADS:
+            outcome = self._kv.bring_up(state, start=start, admits=admits)
         comes = outcome is TierLookup.HIT_PENDING
         if comes:
-            self._num_loads[state.request_id] += state.request_id not in self._coming
+            self._num_loads[state.request_id] += 1
             self._coming[state.request_id] = state
         elif outcome is TierLookup.RETRY and self._coming:
             self._no_room.append(state)
@@ -90,7 +95,7 @@ class KVWaits:
         """Stop all moves, which frees their device blocks; False without any."""
         if not self._tiers.give_way():
             return False
-        self.advance(start=True)
+        self.advance(start=True, again=False)
         return True
 
     def settle(self) -> None:

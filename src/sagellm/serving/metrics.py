@@ -193,6 +193,7 @@ class ServerMetrics(Collector):
             ("Blocks written to a tier", "stored"),
             ("Blocks that came back from a tier", "loaded"),
             ("Blocks that a tier gave up", "evicted"),
+            ("Blocks that were not written to a tier, for lack of time or room", "dropped"),
         ):
             counts = {str(tier.tier): getattr(tier, kind) for tier in tiers}
             yield self._count(f"kv_tier_{kind}_blocks", text, counts, "tier")
@@ -201,7 +202,7 @@ class ServerMetrics(Collector):
             misses.update(tier.misses)
         yield self._count("kv_tier_misses", "Blocks of tiers that did not verify, by cause", misses, "cause")
         broken = {str(tier.tier): float(bool(tier.fault)) for tier in tiers}
-        yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used any more", broken, "tier")
+        yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used", broken, "tier")
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[Metric]:
         for name, text, count in (

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
 
 from sagellm.core.blocks import Tier
-from sagellm.core.clock import ManualClock
+from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.protocols.eviction import NO_USE
-from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, ReadOutcome, StoredBlock, TierLookup
+from sagellm.core.protocols.kv_tiers import (
+    BlockBytes,
+    BlockStorage,
+    Buffer,
+    ReadOutcome,
+    StoredBlock,
+    TierLookup,
+)
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, BlockIds, Namespace, Tokens
 from sagellm.engines.build import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import CircuitBreaker
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
+from sagellm.kvmgr.kv_pool.tiers.remote import PutOutcome, RemoteStore
+from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
+from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
@@ -61,6 +73,7 @@ class FaultyStorage:
         self.fault: str | None = None
         self.kept: dict[int, tuple[StoredBlock, bytes]] = {}
         self.fails_to_write = False
+        self.num_written = 0
         self._rng, self._lock = random.Random(seed), threading.Lock()
 
     def _fails(self) -> bool:
@@ -70,6 +83,7 @@ class FaultyStorage:
         with self._lock:
             if self.fails_to_write:
                 raise OSError("the disk is full")
+            self.num_written += len(blocks)
             for number, block in enumerate(blocks):
                 piece = bytes(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
                 self.kept[block.slot] = block, piece
@@ -106,11 +120,120 @@ class FaultyStorage:
         pass
 
 
+class FakeServer:
+    """The blocks of a shared store, in a dictionary that several `FakeRemote` use.
+
+    Faults: `is_dead` answers nothing, `is_full` takes nothing, a share `fault_rate` of all calls fails; while
+    `gate` is not set, calls wait.
+    """
+
+    def __init__(self, seed: int = 0, fault_rate: float = 0.0) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.calls: list[str] = []
+        self.is_dead = self.is_full = False
+        self.fault_rate = fault_rate
+        self.gate = threading.Event()
+        self.gate.set()
+        self._rng = random.Random(seed)
+
+    def answers(self, call: str) -> bool:
+        self.calls.append(call)
+        self.gate.wait()
+        return not self.is_dead and self._rng.random() >= self.fault_rate
+
+
+class FakeRemote(RemoteStore):
+    """A `RemoteStore` without network: the same answers from a `FakeServer`, the same breakers."""
+
+    def __init__(self, server: FakeServer, clock: Clock) -> None:
+        self.server = server
+        self.num_puts = Counter()
+        self._breaker = CircuitBreaker("the fake store", clock, 1, 5.0, 60.0)
+        self._full = CircuitBreaker("writing to the fake store", clock, 1, 5.0, 60.0)
+
+    @property
+    def call_timeout_s(self) -> float:
+        return 1.0
+
+    @property
+    def fault(self) -> str | None:
+        return self._breaker.fault
+
+    @property
+    def write_fault(self) -> str | None:
+        return self._full.fault or self.fault
+
+    @property
+    def takes_blocks(self) -> bool:
+        return self._full.is_due and self._breaker.is_due
+
+    def contains(self, token_hashes: Sequence[bytes]) -> Sequence[bool] | None:
+        return [each in self.server.kept for each in token_hashes] if self._reach("ask") else None
+
+    def get(self, token_hashes: Sequence[bytes], target: memoryview) -> Sequence[ReadOutcome]:
+        if not self._reach("get"):
+            return [ReadOutcome.IO_ERROR] * len(token_hashes)
+        outcomes = []
+        for number, token_hash in enumerate(token_hashes):
+            data = self.server.kept.get(token_hash, b"")
+            is_right = data == content(token_hash)
+            if is_right:
+                target[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] = data
+            elif data:
+                del self.server.kept[token_hash]
+            outcomes.append(
+                ReadOutcome.OK if is_right else ReadOutcome.CORRUPT if data else ReadOutcome.ABSENT
+            )
+        return outcomes
+
+    def put(self, blocks: Sequence[StoredBlock], data: Buffer) -> Sequence[PutOutcome]:
+        outcomes = [self._put_one(block, data, number) for number, block in enumerate(blocks)]
+        self.num_puts.update(outcomes)
+        return outcomes
+
+    def _put_one(self, block: StoredBlock, data: Buffer, number: int) -> PutOutcome:
+        if not self._full.allows():
+            return PutOutcome.REFUSED
+        if not self._reach("put"):
+            return PutOutcome.IO_ERROR
+        if block.token_hash in self.server.kept:
+            return PutOutcome.PRESENT
+        if self.server.is_full:
+            self._full.failed("full")
+            return PutOutcome.REFUSED
+        self._full.worked()
+        piece = bytes(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+        assert piece == content(block.token_hash), "a wrong block was put"
+        self.server.kept[block.token_hash] = piece
+        return PutOutcome.STORED
+
+    def _reach(self, name: str) -> bool:
+        if not self._breaker.allows():
+            return False
+        works = self.server.answers(name)
+        if works:
+            self._breaker.worked()
+        else:
+            self._breaker.failed("no answer")
+        return works
+
+    def close(self) -> None:
+        self._breaker.check()
+
+    def check(self) -> None:
+        self._breaker.check()
+        self._full.check()
+
+
 class User:
     """Computes prompts on the device, as an engine does, with whatever comes up from the tiers."""
 
     def __init__(
-        self, num_blocks: int, tiers: Sequence[tuple[Tier, FaultyStorage]], policy: str = "lru"
+        self,
+        num_blocks: int,
+        tiers: Sequence[tuple[Tier, FaultyStorage]],
+        policy: str = "lru",
+        server: FakeServer | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.device: BlockBytes = FakeDevice(num_blocks)
@@ -118,20 +241,25 @@ class User:
         self.index = self._index(num_blocks, policy)
         self.arrivals = PrefixArrivals(self.index, self.pool)
         self.arrivals.serve(self._make_room, INDEX)
-        self.tiers = [
-            KVTier(
-                name, self._index(storage.num_slots, policy), FreeListPool(storage.num_slots, SIZE), storage
-            )
-            for name, storage in tiers
-        ]
+        storages: dict[Tier, BlockStorage] = dict(tiers)
+        if server is not None:
+            self.remote = RemoteStorage(FakeRemote(server, self.clock), 200, 20 * BLOCK_BYTES)
+            storages[Tier.REMOTE] = self.remote
         self.migrator = KVMigrator(
-            self.device, dict(tiers), hashes_of, block_size=SIZE, chunk_bytes=3 * BLOCK_BYTES
+            self.device, storages, hashes_of, block_size=SIZE, chunk_bytes=3 * BLOCK_BYTES
         )
+        self.tiers = [self._tier(name, storage, policy) for name, storage in storages.items()]
         self.hierarchy = HierarchyManager(
             self.index, self.arrivals, self.tiers, self.migrator,
             PrefillCostModel(SIZE, seconds_per_token=1.0), BLOCK_BYTES,
         )  # fmt: skip
         self.num_computed = self.num_reused = 0
+
+    def _tier(self, name: Tier, storage: BlockStorage, policy: str) -> KVTier:
+        books = self._index(storage.num_slots, policy), FreeListPool(storage.num_slots, SIZE)
+        if isinstance(storage, RemoteStorage):
+            return RemoteTier(*books, storage, hashes_of, self.clock, self.migrator.wake)
+        return KVTier(name, *books, storage)
 
     def _index(self, num_blocks: int, policy: str) -> RadixIndex:
         made = partial(make_policy, policy, capacity=num_blocks, clock=self.clock)
@@ -148,6 +276,7 @@ class User:
         """Wait for all moves; returns the requests whose KV has come."""
         came: list[str] = []
         while not self.hierarchy.is_idle:
+            self.hierarchy.start_loads()
             self.hierarchy.wait(1.0)
             came += self.hierarchy.poll()
         return came
@@ -156,8 +285,12 @@ class User:
         """Compute a prompt; returns how many of its blocks were reused. Checks every reused byte."""
         self.clock.advance(1.0)
         whole = len(tokens) // SIZE
-        if self.hierarchy.request(name, tokens, namespace, len(tokens)) is TierLookup.HIT_PENDING:
+        for _ in range(10):
+            if self.hierarchy.request(name, tokens, namespace, len(tokens)) is not TierLookup.HIT_PENDING:
+                break
             assert name in self.settle()
+        else:
+            raise AssertionError(f"{name} is loaded again and again")
         hit = self.index.pin(self.index.lookup(tokens, namespace))
         ids, hashes = self.index.block_ids(hit), hashes_of(bytes(tokens.slice(0)), namespace)
         self.check_content(ids, hashes)

@@ -124,7 +124,9 @@ def test_a_storage_that_has_failed_is_not_asked(user: User) -> None:
     for name in (2, 3):
         user.serve(prompt(name, 4), f"r{name}")
     user.settle()
-    user.tiers[0].storage.fault = "gone"
+    storage = user.tiers[0].storage
+    assert isinstance(storage, FaultyStorage)
+    storage.fault = "gone"
     assert user.hierarchy.request("a", tokens, Namespace(), len(tokens)) is TierLookup.MISS
     assert user.hierarchy.faults() == ["dram: gone"]
     assert user.serve(tokens, "computed") == 0
@@ -213,6 +215,23 @@ def test_what_a_preempted_request_has_lost_is_not_evicted() -> None:
     user.hierarchy.close()
 
 
+def test_a_path_that_is_being_written_is_not_written_twice() -> None:
+    storages = [FaultyStorage(64), FaultyStorage(64)]
+    user = User(16, [(Tier.DRAM, storages[0]), (Tier.NVME, storages[1])])
+    tokens = prompt(0, 4)
+    user.serve(tokens, "first")
+    hit = user.index.pin(user.index.lookup(tokens))
+    for _ in range(3):
+        user.hierarchy.offer(hit)
+    user.index.unpin(hit)
+    user.settle()
+    assert [tier.num_stored for tier in user.tiers] == [4, 4]
+    assert [storage.num_written for storage in storages] == [4, 4]
+    assert user.index.num_evictable == 4
+    user.check()
+    user.hierarchy.close()
+
+
 def test_preempted_requests_hold_at_most_half_of_a_tier() -> None:
     user = User(8, [(Tier.DRAM, FaultyStorage(9))])
     for number, held in enumerate([2, 4, 4]):
@@ -238,7 +257,9 @@ def test_a_preemption_waits_until_the_blocks_are_saved(user: User) -> None:
     user.hierarchy.close()
 
 
-def test_where_saving_takes_longer_than_computing_nothing_is_held(user: User) -> None:
+def test_where_saving_takes_longer_than_computing_nothing_is_held() -> None:
+    storage = FaultyStorage(64)
+    user = User(8, [(Tier.DRAM, storage)])
     user.hierarchy._costs = PrefillCostModel(SIZE, seconds_per_token=1e-9)
     tokens = prompt(0, 4)
     user.serve(tokens, "running")
@@ -246,7 +267,7 @@ def test_where_saving_takes_longer_than_computing_nothing_is_held(user: User) ->
     user.preempt(tokens, "running")
     assert user.hierarchy.states()[0].held == 0
     assert user.hierarchy.load_s(4) > 0
-    user.tiers[0].storage.fault = "broken"
+    storage.fault = "broken"
     assert user.hierarchy.load_s(4) == math.inf
     user.hierarchy.close()
 

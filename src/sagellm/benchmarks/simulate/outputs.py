@@ -54,7 +54,10 @@ def manifest(
         "layout": {**dataclasses.asdict(setup.layout), "roles": setup.layout.roles},
         "kv_blocks": {result.preset: setup.machine.num_blocks(result.config) for result in results},
         "presets": {
-            result.preset: result.config.model_dump(mode="json", exclude={"server"}) for result in results
+            result.preset: result.config.model_dump(
+                mode="json", exclude={"server": True, "kv": {"remote_url"}}
+            )
+            for result in results
         },
         "slos": [dataclasses.asdict(slo) for slo in goals.slos],
         "price_per_hour": goals.price_per_hour,

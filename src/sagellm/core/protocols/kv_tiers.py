@@ -184,8 +184,10 @@ class BlockStorage(Protocol):
     """
 
     num_slots: int
-    fault: str | None
-    """Why the medium is not used any more, for reads either; None while it works."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why the medium is not used now, for reads either; None while it works."""
 
     def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
         """Store blocks, each in its slot; `data` has `len(blocks)` x bytes_per_block bytes.
@@ -267,6 +269,7 @@ class TierState(NamedTuple):
     `cached` of `total` slots hold blocks; `held`: those that preempted requests hold, counted for each.
     `stored`, `loaded` and `evicted` count since the start; `misses`: blocks that were there and did not
     verify, by `ReadOutcome`. `fault`: why nothing is written any more.
+    `dropped`: blocks that were not saved, since too many were under way or a server did not take them.
     """
 
     tier: Tier
@@ -278,6 +281,7 @@ class TierState(NamedTuple):
     evicted: int
     misses: Mapping[str, int]
     fault: str = ""
+    dropped: int = 0
 
 
 class KVTiers(Protocol):
@@ -328,22 +332,27 @@ class KVTiers(Protocol):
         *,
         start: bool = True,
         has_room: bool = True,
+        asks: bool = True,
     ) -> TierLookup:
         """Bring up what tiers have of a prompt and the device lacks.
 
-        HIT_PENDING: it comes, and `poll` will name the request. MISS: nothing that is worth it. RETRY: the
-        device has no room for it now, by itself or because the caller says so. With `start=False` the blocks
-        are written from `start_loads` on, since the step that computes now may still write to them.
+        HIT_PENDING: it comes, or a shared store is asked, and `poll` will name the request. MISS: nothing is
+        worth it. RETRY: the device has no room for it now, by itself or because the caller says so. With
+        `start=False` the blocks are written from `start_loads` on, since the step that computes now may still
+        write to them. With `asks=False` a shared store is not asked.
         """
 
     def start_loads(self) -> None:
         """Begin the loads that were requested with `start=False`."""
 
     def cancel(self, request_id: str) -> None:
-        """The request has ended: its load stops. Unknown ids are ignored."""
+        """The request has ended: its load stops. To be called for each that was asked for."""
 
     def poll(self) -> Sequence[str]:
-        """Take in finished moves; returns ids of requests that need not wait."""
+        """Take in what has finished; returns ids of requests whose wait has ended.
+
+        Call `request` for them again: a shared store has answered, or a further tier may have more.
+        """
 
     def give_way(self) -> bool:
         """Stop all moves, which frees their device blocks; False without any.

@@ -294,7 +294,9 @@ class KVCacheManager:
             wanted = self.quotes.blocks_to_admit(cached, len(tokens) - cached.num_tokens) + len(self._tables)
             has_room = wanted <= self.quotes.available_blocks()
         path = state.request_id, tokens, namespace, state.max_reusable
-        return self.tiers.request(*path, self._account_of(state), start=start, has_room=has_room)
+        return self.tiers.request(
+            *path, self._account_of(state), start=start, has_room=has_room, asks=not admits
+        )
 
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""

@@ -51,6 +51,12 @@ class CircuitBreaker:
             self._is_probing = True
             return True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `allows` would say yes."""
+        with self._lock:
+            return self.fault is None or self._clock.now() >= self._probe_at_s
+
     def worked(self) -> None:
         with self._lock:
             was_open, self.fault = self.fault is not None, None

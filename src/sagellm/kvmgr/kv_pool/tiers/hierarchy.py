@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
@@ -24,6 +24,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
@@ -44,10 +45,21 @@ REGAINED = 1.05
 
 @dataclass(slots=True)
 class _Store:
-    """A path on its way down. `hit` pins its device blocks."""
+    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written, by tier."""
 
     hit: PrefixHit
     stores: dict[Tier, TierStore]
+    blocks: set[tuple[Tier, int]]
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A path that waits to be offered to `tiers`; `hit` pins it."""
+
+    hit: PrefixHit
+    tiers: Sequence[KVTier]
+    account: Account
+    use: Use | None
 
 
 @dataclass(slots=True)
@@ -60,20 +72,21 @@ class _Hold:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks on their way up for a request. `source` pins them in their tier."""
+    """Blocks on their way up for a request, until `until_s` at most. `source` pins them in their tier."""
 
     request_id: str
     tier: KVTier
     source: PrefixHit
     arrival: Arrival
+    until_s: float = math.inf
 
 
 class HierarchyManager:
     """Implements `KVTiers`: owns the tiers below one device, and the moves under way.
 
     `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` says how long
-    computing blocks again takes; they are loaded if that is faster. `num_dropped` counts blocks that were not
-    saved, since too many bytes were under way (`MAX_PENDING_BYTES`).
+    computing blocks again takes; they are loaded if that is faster. A `RemoteTier` is asked for each request
+    before anything is loaded from it.
     """
 
     def __init__(
@@ -88,13 +101,15 @@ class HierarchyManager:
         self._index, self.arrivals, self.tiers = index, arrivals, tuple(tiers)
         self._migrator, self._costs, self._block_bytes = migrator, costs, bytes_per_block
         self._stores: dict[int, _Store] = {}
+        self._storing: set[tuple[Tier, int]] = set()
+        self._later: list[_Offer] = []
         self._loads: dict[int, _Load] = {}
         self._holds: dict[str, _Hold] = {}
         self._move_of: dict[str, int] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._bytes_per_s = {tier.tier: FIRST_BYTES_PER_S for tier in tiers}
         self._came: list[str] = []
-        self.num_dropped = 0
+        self._remote = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
 
     # -- down
 
@@ -103,22 +118,33 @@ class HierarchyManager:
             return
         self._offer_to(self.tiers, hit, account, use)
 
-    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> None:
+    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> int:
+        """Write what tiers lack of a path; returns the id of the move, 0 for none.
+
+        A tier into which the first of these blocks is being written is offered the path again behind that.
+        """
         stores: dict[Tier, TierStore] = {}
+        later: list[KVTier] = []
+        ids = self._index.block_ids(hit) if self._storing else ()
         for tier in tiers:
-            missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
+            known = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
+            missing = hit.num_blocks - known
+            if missing and ids and (tier.tier, ids[known]) in self._storing:
+                later.append(tier)
+                continue
             num_bytes = self._migrator.num_pending_bytes + missing * self._block_bytes
             has_time = num_bytes <= MAX_PENDING_BYTES
-            self.num_dropped += 0 if has_time else missing
+            tier.num_dropped += 0 if has_time else missing
             store = tier.begin_store(
                 hit.tokens, hit.namespace, hit.num_blocks, account, use, has_time=has_time
             )
             if store is not None:
                 stores[tier.tier] = store
-        if stores:
-            self._send_down(hit, stores)
+        if later:
+            self._later.append(_Offer(self._index.pin(hit, is_use=False), later, account, use))
+        return self._send_down(hit, stores) if stores else 0
 
-    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> None:
+    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> int:
         pinned = self._index.pin(hit, is_use=False)
         positions = sorted({position for store in stores.values() for position in store.positions})
         offset_of = {position: offset for offset, position in enumerate(positions)}
@@ -131,13 +157,17 @@ class HierarchyManager:
             self._path(hit.tokens, positions[-1] + 1), hit.namespace, positions, Tier.HBM,
             [ids[position] for position in positions], targets,
         )  # fmt: skip
-        self._stores[self._migrator.migrate(plan)] = _Store(pinned, stores)
+        move_id = self._migrator.migrate(plan)
+        blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
+        self._storing |= blocks
+        self._stores[move_id] = _Store(pinned, stores, blocks)
+        return move_id
 
     # -- preempted requests
 
     def hold(self, request_id: str, hit: PrefixHit, account: Account, use: Use) -> None:
         self.let_go(request_id)
-        tier = next((tier for tier in self.tiers if not tier.fault), None)
+        tier = next(self._own_tiers(), None)
         if tier is None or not hit.num_blocks or not self._may_hold(tier, hit):
             return
         self._offer_to((tier,), hit, account, use)
@@ -152,7 +182,7 @@ class HierarchyManager:
             return False
         missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
         copies_s = self._load_s(tier.tier, missing) + self._load_s(tier.tier, hit.num_blocks)
-        return copies_s < self._costs.recompute_s(SimpleExtent(0, hit.num_blocks))
+        return copies_s < self._costs.recompute_s(_extent(0, hit.num_blocks))
 
     def _num_held(self, tier: KVTier) -> int:
         return sum(held.prefix.num_blocks for held in self._holds.values() if held.tier is tier)
@@ -163,8 +193,12 @@ class HierarchyManager:
             held.tier.index.unpin(held.prefix, is_use=False)
 
     def load_s(self, num_blocks: int) -> float:
-        times = (self._load_s(tier.tier, num_blocks) for tier in self.tiers if not tier.fault)
-        return next(times, math.inf)
+        tier = next(self._own_tiers(), None)
+        return math.inf if tier is None else self._load_s(tier.tier, num_blocks)
+
+    def _own_tiers(self) -> Iterator[KVTier]:
+        """Tiers that work, but not the shared store."""
+        return (tier for tier in self.tiers if not tier.fault and tier is not self._remote)
 
     # -- up
 
@@ -178,12 +212,16 @@ class HierarchyManager:
         *,
         start: bool = True,
         has_room: bool = True,
+        asks: bool = True,
     ) -> TierLookup:
         if request_id in self._move_of:
             return TierLookup.HIT_PENDING
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
-        found, tier = self._best(tokens, namespace, max_tokens, cached)
+        found, tier = self._best(request_id, tokens, namespace, max_tokens, cached)
+        if asks and self._ask(request_id, tokens, namespace, max_tokens, account, found.num_blocks):
+            return TierLookup.HIT_PENDING
         if tier is None:
+            self._forget(request_id)
             return TierLookup.MISS
         arrival = None
         if has_room:
@@ -191,6 +229,9 @@ class HierarchyManager:
         if arrival is None:
             return TierLookup.RETRY
         load = _Load(request_id, tier, tier.begin_load(found), arrival)
+        if isinstance(tier, RemoteTier):
+            compute_s = self._costs.recompute_s(_extent(arrival.first, found.num_blocks))
+            load.until_s = tier.now() + max(compute_s, tier.max_ask_s)
         positions = range(arrival.first, found.num_blocks)
         slots = tier.index.block_ids(load.source)[arrival.first :]
         target = MoveTarget(Tier.HBM, range(len(positions)), arrival.block_ids)
@@ -212,6 +253,7 @@ class HierarchyManager:
 
     def cancel(self, request_id: str) -> None:
         """See `KVTiers`. Blocks that have come already are cached."""
+        self._forget(request_id)
         move_id = self._move_of.pop(request_id, None)
         if move_id:
             self._migrator.cancel(move_id)
@@ -222,33 +264,68 @@ class HierarchyManager:
                 self.arrivals.abort(load.arrival)
                 return
 
+    def _ask(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account,
+        found: int,
+    ) -> bool:
+        """Ask the shared store once for blocks behind the first `found`.
+
+        False if that would not be worth it, or the store is not used now.
+        """
+        remote, num_blocks = self._remote, min(max_tokens, len(tokens)) // self._index.block_size
+        if remote is None or request_id in remote.answered or num_blocks <= found:
+            return False
+        if not self._is_worth(remote, found, num_blocks, LATENCY_S + remote.ask_s):
+            return False
+        limit_s = self._costs.recompute_s(_extent(found, num_blocks))
+        if not remote.ask(request_id, tokens, namespace, num_blocks, account, limit_s):
+            return False
+        self._move_of[request_id] = 0  # until it has answered
+        return True
+
+    def _forget(self, request_id: str) -> None:
+        if self._remote is not None:
+            self._remote.forget(request_id)
+
     def _best(
-        self, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
+        self, request_id: str, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
     ) -> tuple[PrefixHit, KVTier | None]:
         """The longest prefix that is worth loading, of the nearest tier with it."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
+            if isinstance(tier, RemoteTier) and request_id not in tier.answered:
+                continue
             hit = tier.lookup(tokens, namespace, max_tokens)
-            if hit.num_blocks > best.num_blocks and self._is_worth(tier.tier, cached, hit.num_blocks):
+            if hit.num_blocks > best.num_blocks and self._is_worth(tier, cached, hit.num_blocks):
                 best, of_tier = hit, tier
         return best, of_tier
 
-    def _is_worth(self, tier: Tier, first: int, stop: int) -> bool:
-        extent = SimpleExtent(0, stop - first, first_position=first)
-        is_worth = self._load_s(tier, stop - first) < self._costs.recompute_s(extent)
+    def _is_worth(self, tier: KVTier, first: int, stop: int, latency_s: float = LATENCY_S) -> bool:
+        load_s = self._load_s(tier.tier, stop - first, latency_s)
+        is_worth = load_s < self._costs.recompute_s(_extent(first, stop))
         if not is_worth:
-            self._bytes_per_s[tier] = min(REGAINED * self._bytes_per_s[tier], FIRST_BYTES_PER_S)
+            self._bytes_per_s[tier.tier] = min(REGAINED * self._bytes_per_s[tier.tier], FIRST_BYTES_PER_S)
+            if isinstance(tier, RemoteTier):
+                tier.ask_s /= REGAINED
         return is_worth
 
-    def _load_s(self, tier: Tier, num_blocks: int) -> float:
+    def _load_s(self, tier: Tier, num_blocks: int, latency_s: float = LATENCY_S) -> float:
         """Seconds that copying so many blocks takes, by the bandwidth that recent loads reached."""
-        return LATENCY_S + num_blocks * self._block_bytes / self._bytes_per_s[tier]
+        return latency_s + num_blocks * self._block_bytes / self._bytes_per_s[tier]
 
     # -- what has ended
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        for report in self._migrator.poll():
+        reports = self._migrator.poll()
+        if self._remote is not None:
+            arrived += self._poll_remote(self._remote, reports)
+        for report in reports:
             store = self._stores.pop(report.move_id, None)
             if store is not None:
                 self._stored(store, report)
@@ -260,6 +337,19 @@ class HierarchyManager:
                 arrived.append(load.request_id)
         return arrived
 
+    def _poll_remote(self, remote: RemoteTier, reports: list[MigrationReport]) -> list[str]:
+        """Returns requests whose question has ended; adds reports of loads that are given up."""
+        answered = remote.poll()
+        for request_id in answered:
+            del self._move_of[request_id]
+        ended, now_s = {report.move_id for report in reports}, remote.now()
+        for move_id, load in self._loads.items():
+            if load.until_s <= now_s and move_id not in ended:
+                reports.append(self._migrator.abandon(move_id))
+                if load.until_s > -math.inf:  # it was slow
+                    self._bytes_per_s[Tier.REMOTE] *= 0.8
+        return answered
+
     def _stored(self, store: _Store, report: MigrationReport) -> None:
         for tier in self.tiers:
             if tier.tier in store.stores:
@@ -267,7 +357,17 @@ class HierarchyManager:
                 if error and not tier.fault:
                     log.warning("the tier %s is not used any more: %s", tier.tier, error)
                 tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)
+        self._storing -= store.blocks
         self._index.unpin(store.hit, is_use=False)
+        waiting, self._later = self._later, []
+        for offer in waiting:
+            self._offer_to(offer.tiers, offer.hit, offer.account, offer.use)
+            self._index.unpin(offer.hit, is_use=False)
+
+    def _drop_offers(self) -> None:
+        for offer in self._later:
+            self._index.unpin(offer.hit, is_use=False)
+        self._later.clear()
 
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
@@ -279,10 +379,17 @@ class HierarchyManager:
 
     def give_way(self) -> bool:
         self.start_loads()  # so that these end by a report, too
+        self._drop_offers()
         if not self._stores and not self._loads:
             return False
         for move_id in (*self._stores, *self._loads):
             self._migrator.cancel(move_id)
+        for load in self._loads.values():
+            if load.tier is self._remote:  # its thread may wait for the network
+                load.until_s = -math.inf
+        if self._remote is not None:
+            self._remote.answered.clear()
+        self._came = self.poll()
         while self._stores or self._loads:
             self._migrator.wait(1.0)
             self._came = self.poll()
@@ -292,10 +399,11 @@ class HierarchyManager:
 
     @property
     def is_idle(self) -> bool:
-        return self._migrator.is_idle and not self._unstarted
+        is_asking = self._remote is not None and self._remote.is_asking
+        return self._migrator.is_idle and not self._unstarted and not is_asking
 
     def wait(self, timeout_s: float) -> bool:
-        return self._migrator.wait(timeout_s)
+        return self.is_idle or self._migrator.wait(timeout_s)
 
     def states(self) -> list[TierState]:
         return [tier.state(self._num_held(tier)) for tier in self.tiers]
@@ -314,6 +422,9 @@ class HierarchyManager:
     def close(self) -> None:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.start_loads()
+        self._drop_offers()
+        if self._remote is not None:
+            self._remote.close()
         self._migrator.close()
         self.poll()
         for tier in self.tiers:
@@ -332,3 +443,7 @@ class HierarchyManager:
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
+
+
+def _extent(first: int, stop: int) -> SimpleExtent:
+    return SimpleExtent(0, stop - first, first_position=first)

@@ -5,19 +5,21 @@
 
 A plan moves blocks of one path from one tier to others, in pieces of about `chunk_bytes`. What is read from a
 lower tier is verified there; at the first block that is not right the move ends, and the report says how many
-blocks were moved before it. There is a thread for blocks on their way up and one for those on their way down,
-so a request does not wait for what is saved.
+blocks were moved before it. Each tier that blocks come from has a thread, so a request does not wait for what
+is saved, nor for another request whose blocks come from a slower tier.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
@@ -80,6 +82,15 @@ class MigrationReport:
     is_cancelled: bool = False
 
 
+@dataclass(slots=True)
+class _Move:
+    """A plan under way. Its thread fills the report, and sets `began_s`."""
+
+    report: MigrationReport
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    began_s: float = math.inf
+
+
 class KVMigrator:
     """Owns the worker threads and their buffers. `migrate`, `cancel`, `poll`, `wait` are for one thread.
 
@@ -101,10 +112,14 @@ class KVMigrator:
         self._block_bytes, self._token_bytes = device.bytes_per_block, block_size * TOKEN_BYTES
         self._blocks_per_chunk = max(1, chunk_bytes // self._block_bytes)
         self._max_bytes_per_s = max_bytes_per_s
-        self._up = ThreadPoolExecutor(1, "sagellm-kv-up")
-        self._down = ThreadPoolExecutor(1, "sagellm-kv-down")
+        self._threads = {
+            source: ThreadPoolExecutor(1, f"sagellm-kv-from-{source}") for source in (Tier.HBM, *storages)
+        }
+        # Held while blocks of the device are written, and while a move is abandoned.
+        self._writing = threading.Lock()
         self._buffers = threading.local()
-        self._cancelled: dict[int, threading.Event] = {}
+        self._moves: dict[int, _Move] = {}
+        self._abandoned: set[int] = set()
         self._done: deque[MigrationReport] = deque()
         self._has_done = threading.Event()
         self._num_moves = 0
@@ -113,22 +128,35 @@ class KVMigrator:
     @property
     def is_idle(self) -> bool:
         """Whether every report has been polled."""
-        return not self._cancelled
+        return not self._moves
 
     def migrate(self, plan: MigrationPlan) -> int:
         """Begin to carry out a plan; returns the id that its report will have."""
         self._num_moves += 1
         move_id = self._num_moves
-        cancelled = self._cancelled[move_id] = threading.Event()
+        move = self._moves[move_id] = _Move(MigrationReport(move_id, plan))
         self.num_pending_bytes += len(plan.positions) * self._block_bytes
-        threads = self._down if plan.source is Tier.HBM else self._up
-        threads.submit(self._run, move_id, plan, cancelled)
+        self._threads[plan.source].submit(self._run, move)
         return move_id
 
     def cancel(self, move_id: int) -> None:
         """Stop a move at its next chunk. Its report still comes."""
-        if move_id in self._cancelled:
-            self._cancelled[move_id].set()
+        if move_id in self._moves:
+            self._moves[move_id].cancelled.set()
+
+    def abandon(self, move_id: int) -> MigrationReport:
+        """End a load now, though its thread may still read; returns its report.
+
+        From now on the thread writes no block of the device, and `poll` does not report the move.
+        """
+        with self._writing:
+            move = self._end(move_id)
+            move.cancelled.set()
+            self._abandoned.add(move_id)
+            report = replace(move.report, num_written=dict(move.report.num_written), is_cancelled=True)
+        report.outcome = ReadOutcome.OK  # another one is of a block that the thread has not counted yet
+        report.spent_s = max(0.0, time.perf_counter() - move.began_s)
+        return report
 
     def poll(self) -> list[MigrationReport]:
         """The reports since the last call; each ends its move."""
@@ -136,29 +164,42 @@ class KVMigrator:
         reports = []
         while self._done:
             report = self._done.popleft()
-            if self._cancelled.pop(report.move_id, None) is None:
-                raise BookkeepingError(f"move {report.move_id} was reported twice")
-            self.num_pending_bytes -= len(report.plan.positions) * self._block_bytes
+            if report.move_id in self._abandoned:
+                self._abandoned.remove(report.move_id)
+                continue
+            self._end(report.move_id)
             reports.append(report)
         return reports
 
+    def _end(self, move_id: int) -> _Move:
+        move = self._moves.pop(move_id, None)
+        if move is None:
+            raise BookkeepingError(f"move {move_id} was reported twice")
+        self.num_pending_bytes -= len(move.report.plan.positions) * self._block_bytes
+        return move
+
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a report or nothing is under way; False after `timeout_s`."""
-        return self.is_idle or self._has_done.wait(timeout_s)
+        """Wait until there is a report, or `wake` was called; False after `timeout_s`."""
+        return self._has_done.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`. For any thread."""
+        self._has_done.set()
 
     def close(self) -> None:
         """Cancel what is under way, and wait for the threads."""
-        for cancelled in self._cancelled.values():
-            cancelled.set()
-        self._up.shutdown(wait=True)
-        self._down.shutdown(wait=True)
+        for move in self._moves.values():
+            move.cancelled.set()
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
 
     # -- on worker threads
 
-    def _run(self, move_id: int, plan: MigrationPlan, cancelled: threading.Event) -> None:
-        report, began_s = MigrationReport(move_id, plan), time.perf_counter()
+    def _run(self, move: _Move) -> None:
+        report, plan = move.report, move.report.plan
+        began_s = move.began_s = time.perf_counter()
         try:
-            self._move(plan, report, cancelled)
+            self._move(plan, report, move.cancelled)
         except Exception as error:  # a worker must report, or its blocks are held for ever
             log.exception("a migration of %d blocks failed", len(plan.positions))
             report.outcome = ReadOutcome.IO_ERROR if report.outcome is ReadOutcome.OK else report.outcome
@@ -177,10 +218,13 @@ class KVMigrator:
             stop = min(start + self._blocks_per_chunk, len(plan.positions))
             chunk = self._buffer()[: (stop - start) * self._block_bytes]
             num_read = self._read(plan, hashes, start, stop, chunk, report)
-            for target in plan.targets:
-                self._write(plan, hashes, target, start, start + num_read, chunk, report)
-            report.num_read += num_read
-            report.num_bytes += num_read * self._block_bytes
+            with nullcontext() if plan.source is Tier.HBM else self._writing:
+                if report.move_id in self._abandoned:
+                    return
+                for target in plan.targets:
+                    self._write(plan, hashes, target, start, start + num_read, chunk, report)
+                report.num_read += num_read
+                report.num_bytes += num_read * self._block_bytes
             if report.outcome is not ReadOutcome.OK:
                 return
             if plan.source is Tier.HBM and self._max_bytes_per_s:

@@ -99,6 +99,15 @@ def _wrong(what: str) -> ConfigError:
     )
 
 
+def import_redis() -> Any:
+    """The package `redis`. Raises `MissingExtraError` without it."""
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingExtraError("the remote KV store", "tiers", "redis") from error
+    return redis
+
+
 class RedisLink:
     """Calls of one server by many threads. After failures there are none for a while (`breaker`).
 
@@ -107,10 +116,7 @@ class RedisLink:
     """
 
     def __init__(self, address: RedisAddress, breaker: CircuitBreaker, connect_timeout_s: float) -> None:
-        try:
-            import redis
-        except ImportError as error:
-            raise MissingExtraError("the remote KV store", "tiers", "redis") from error
+        redis = import_redis()
         self.address = address
         self.breaker = breaker
         self._redis = redis

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -36,8 +36,15 @@ from sagellm.core.protocols.kv_tiers import (
     StoredBlock,
 )
 from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import ByteBudget, CircuitBreaker
-from sagellm.kvmgr.kv_pool.tiers.redis_link import Command, Execute, RedisAddress, RedisLink
+from sagellm.kvmgr.kv_pool.tiers.redis_link import (
+    Command,
+    Execute,
+    RedisAddress,
+    RedisLink,
+    import_redis,
+)
 
+T = TypeVar("T")
 RAW = "raw"
 """The codec of blocks that are stored as they are."""
 CHUNK_BYTES = 1 << 20
@@ -67,6 +74,8 @@ class RemoteOptions:
     A call takes at most `call_timeout_s`, and a second more for each `min_bytes_per_s` that it moves. After
     `max_failures` failed calls in a row, none is made for `first_backoff_s`; then one is tried, and the pause
     doubles up to `max_backoff_s`. A block that is not used for `ttl_s` goes.
+
+    Raises `ConfigError` for a wrong URL, and `MissingExtraError` without the package `redis`.
     """
 
     url: str = field(repr=False)
@@ -88,6 +97,8 @@ class RemoteOptions:
                 raise ConfigError(f"remote KV store: {option.name} must be above 0, not {value}")
         if self.max_backoff_s < self.first_backoff_s:
             raise ConfigError("remote KV store: max_backoff_s must be at least first_backoff_s")
+        RedisAddress.parse(self.url)
+        import_redis()
 
 
 class RemoteStore:
@@ -97,8 +108,8 @@ class RemoteStore:
     alone for a while (`CircuitBreaker`). Blocks are written with `codec`, where that makes them smaller, and
     read if they are in it or in none. `clock` is that of pauses and budgets; limits of calls are real time.
 
-    `num_reads` and `num_puts` count blocks by outcome, `num_deleted` those that did not verify. Raises
-    `ConfigError` for a wrong URL, and `MissingExtraError` without the package `redis`; it does not connect.
+    `num_reads` and `num_puts` count blocks by outcome, `num_deleted` those that did not verify. The
+    constructor does not connect.
     """
 
     def __init__(
@@ -134,18 +145,33 @@ class RemoteStore:
         )
 
     @property
-    def fault(self) -> str | None:
-        """Why the server, or writing to it, is not used now."""
-        return self._link.breaker.fault or self._writes.fault
+    def call_timeout_s(self) -> float:
+        return self._options.call_timeout_s
 
-    def contains(self, token_hashes: Sequence[bytes]) -> Sequence[bool]:
-        """Which blocks the store holds, as far as it answered; they are not read."""
-        found = [False] * len(token_hashes)
-        with suppress(ConnectionError), self._call(0) as execute:  # the breaker has it
-            for chunk in _chunks(range(len(token_hashes)), CHUNK_KEYS):
-                replies = execute([("EXISTS", self._key(token_hashes[i])) for i in chunk])
-                for i, reply in zip(chunk, replies, strict=True):
-                    found[i] = _as_flag(reply)
+    @property
+    def fault(self) -> str | None:
+        """Why the server is not used now."""
+        return self._link.breaker.fault
+
+    @property
+    def write_fault(self) -> str | None:
+        """Why nothing is put now."""
+        return self._writes.fault or self.fault
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether a `put` would be tried now, maybe as a probe."""
+        return self._writes.is_due and self._link.breaker.is_due
+
+    def contains(self, token_hashes: Sequence[bytes]) -> Sequence[bool] | None:
+        """Which blocks the store holds; they are not read. None if the server did not answer."""
+        found: list[bool] = []
+        try:
+            with self._call(0) as execute:
+                for chunk in _chunks(token_hashes, CHUNK_KEYS):
+                    found += map(_as_flag, execute([("EXISTS", self._key(each)) for each in chunk]))
+        except ConnectionError:  # the breaker has it
+            return None
         return found
 
     def get(self, token_hashes: Sequence[bytes], target: memoryview) -> Sequence[ReadOutcome]:
@@ -315,7 +341,7 @@ class RemoteStore:
             self._writes.failed(f"{self._link.address.shown}: {refusal}")
 
 
-def _chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     size = max(1, size)
     return (items[at : at + size] for at in range(0, len(items), size))
 

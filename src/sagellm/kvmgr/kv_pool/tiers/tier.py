@@ -41,8 +41,8 @@ class TierStore:
 class KVTier:
     """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
 
-    `num_stored` and `num_loaded` count blocks; `misses`: blocks that were there and could not be used, by
-    outcome.
+    `num_stored` and `num_loaded` count blocks; `num_dropped`: those that were not saved, since too many were
+    under way; `misses`: blocks that were there and could not be used, by outcome.
     """
 
     def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
@@ -51,7 +51,7 @@ class KVTier:
         self.arrivals.serve(self._make_room, OWNER)
         self._damaged: set[int] = set()
         self.misses: Counter[ReadOutcome] = Counter()
-        self.num_stored = self.num_loaded = self.num_evicted = 0
+        self.num_stored = self.num_loaded = self.num_evicted = self.num_dropped = 0
         self._write_fault = ""
 
     @property
@@ -61,6 +61,11 @@ class KVTier:
         Where the storage itself has failed, nothing is read either.
         """
         return self._write_fault or self.storage.fault or ""
+
+    @property
+    def can_store(self) -> bool:
+        """Whether blocks are written now."""
+        return not self.fault
 
     def lookup(self, tokens: Tokens, namespace: Namespace, max_tokens: int | None = None) -> PrefixHit:
         """The longest prefix that is here, up to the first damaged block."""
@@ -93,10 +98,10 @@ class KVTier:
         prefix = self.index.pin(prefix, is_use=is_use)
         slots = self.index.block_ids(prefix)
         damaged = [i for i, slot in enumerate(slots) if slot in self._damaged] if self._damaged else []
-        arrival = None
-        if has_time and not self.fault:
+        arrival, can_store = None, has_time and self.can_store
+        if can_store:
             arrival = self.arrivals.begin_receive(tokens, namespace, num_blocks, account)
-        if arrival is None and (self.fault or not has_time or not damaged):
+        if arrival is None and not (can_store and damaged):
             self.index.unpin(prefix, use or NO_USE, is_use=is_use)
             return None
         positions, targets = damaged, [slots[i] for i in damaged]
@@ -172,7 +177,14 @@ class KVTier:
         misses = {outcome.value: count for outcome, count in self.misses.items()}
         counts = self.num_stored, self.num_loaded, self.num_evicted
         return TierState(
-            self.tier, self.pool.total_blocks, self.index.num_cached, num_held, *counts, misses, self.fault
+            self.tier,
+            self.pool.total_blocks,
+            self.index.num_cached,
+            num_held,
+            *counts,
+            misses,
+            self.fault,
+            self.num_dropped,
         )
 
     def clear(self) -> int:
