@@ -50,9 +50,9 @@ def hicache(
     host_ratio: float = 2.0,
     **arguments: Any,
 ) -> Iterator[Any]:
-    """A `UnifiedRadixCache` with HiCache and the `dynamic` storage of this extra config, until the block ends.
+    """A `UnifiedRadixCache` with HiCache, and the `dynamic` storage of this extra config.
 
-    None: HiCache without a storage. `tp`: rank and size, of which there is this process alone.
+    None: HiCache without a storage. `tp`: rank and number of ranks, of which this process is one.
     """
     config = {} if storage is None else {
         "hicache_storage_backend": "dynamic",
@@ -60,8 +60,9 @@ def hicache(
     }  # fmt: skip
     args = ServerArgs(
         model_path=model, page_size=page_size, enable_hierarchical_cache=True, hicache_ratio=host_ratio,
-        hicache_mem_layout=layout, hicache_io_backend="kernel", attention_backend="torch_native", device="cpu",
-        hicache_write_policy="write_through", served_model_name="model", **(config | arguments),
+        hicache_mem_layout=layout, hicache_io_backend="kernel", attention_backend="torch_native",
+        hicache_write_policy="write_through", device="cpu",
+        **({"served_model_name": "model"} | config | arguments),
     )  # fmt: skip
     set_global_server_args_for_scheduler(args)
     common_size: dict[str, Any] = {
@@ -83,7 +84,14 @@ def hicache(
     )  # fmt: skip
     cache = UnifiedRadixCache(params)
     ranks = get_parallel().override(
-        tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        attn_tp_size=tp[1],
+        moe_tp_size=tp[1],
+        pp_rank=0,
+        pp_size=1,
+        attn_dcp_size=1,
+        attn_dcp_rank=0,
     )
     unpinned = property(lambda pool: False, lambda pool, value: None)
     with mock.patch.object(HostKVCache, "pin_memory", unpinned, create=True), ranks:

@@ -57,7 +57,10 @@ class KeyedBlocks(Protocol):
         """Read blocks, and deliver those that verify; says which."""
 
     def put(self, keys: Keys, fill: Fill) -> list[bool]:
-        """Store what is not there yet; says which blocks are there now."""
+        """Store what is not there yet; says which blocks are there now.
+
+        A block that another call is writing at this moment does not count as there.
+        """
 
     def misses(self) -> Mapping[str, int]:
         """Blocks that were there and did not verify, by `ReadOutcome`."""
@@ -111,6 +114,7 @@ class KeyedTier:
         self._chunks = _Chunks(block_bytes)
         self._calls = Condition(Lock())
         self._num_calls = 0
+        self._writing: set[bytes] = set()
         self._is_closed = False
         self.num_recovered = self.tier.recover()
 
@@ -173,7 +177,9 @@ class KeyedTier:
                         self._used(held[place])
                     elif place in stores:
                         self.tier.end_store(stores[place], int(place in written))
-        return [place in held or place in written for place in range(len(keys))]
+                        self._writing.discard(keys[place])
+        there = {keys[place] for place in (*held, *written)}
+        return [key in there for key in keys]
 
     def misses(self) -> Mapping[str, int]:
         with self._calls:
@@ -237,8 +243,10 @@ class KeyedTier:
         self.tier.end_load(hit, 0, int(is_read), outcome or ReadOutcome.OK)
 
     def _begin_stores(self, keys: Keys, held: dict[int, PrefixHit], stores: dict[int, TierStore]) -> None:
-        """Reserve slots for what is missing, and keep what is there."""
+        """Reserve slots for what is missing and no call is writing, and keep what is there."""
         for place, key in enumerate(keys):
+            if key in self._writing:
+                continue
             hit = self._lookup(key)
             if hit.num_blocks:
                 held[place] = self.tier.index.pin(hit)
@@ -246,6 +254,7 @@ class KeyedTier:
             store = self.tier.begin_store(path_of([key]), NAMESPACE, 1, use=NO_USE)
             if store is not None:
                 stores[place] = store
+                self._writing.add(key)
 
     def _used(self, hit: PrefixHit) -> None:
         """A pinned block was used."""

@@ -85,7 +85,9 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
         except (RuntimeError, ValueError):  # no server: a test or a tool
             args = None
         self._model = identity_of_model(self.settings.weights_id, args)
-        if self.settings.dir:
+        if self.settings.remote_url:  # a wrong URL or a missing package: now, and not at the first call
+            RemoteStore(RemoteOptions(self.settings.remote_url), BlockFormat(bytes(16), 1)).close()
+        else:
             self._folder = OwnedFolder(Path(self.settings.dir).expanduser() / self._rank)
 
     # -- what SGLang calls at the start
