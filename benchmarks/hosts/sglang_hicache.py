@@ -116,7 +116,7 @@ class Pages:
 
     def alloc(self, num_pages: int) -> torch.Tensor:
         """Token slots of free pages in the host pool."""
-        found = self.controller.mem_pool_host.alloc(num_pages * self.page_size)
+        found: torch.Tensor | None = self.controller.mem_pool_host.alloc(num_pages * self.page_size)
         assert found is not None
         return found
 
@@ -149,7 +149,7 @@ class Pages:
         return int(self.controller.ack_backup_queue.get(timeout=30).completed_tokens)
 
     def prefetch(self, tokens: list[int]) -> tuple[int, torch.Tensor]:
-        """Ask for the pages of a prompt, and load what is there, through SGLang's threads.
+        """Load what is there of a prompt, through SGLang's threads.
 
         Returns how many tokens were loaded, and their slots in the host pool. The part of SGLang's scheduler
         between its two threads is done here.

@@ -1,4 +1,6 @@
-"""Blocks that another engine names by a hash of its own: in a disk tier, or in the shared store.
+"""Blocks by key: those that another engine names by hashes of its own.
+
+They are in a disk tier (`KeyedTier`) or in the shared store (`KeyedRemote`).
 
 The host has a prefix index of its own and asks for blocks by key. So each key is a path of one block in the
 index of `KeyedTier`, and blocks may be stored and evicted in any order. Uses are counted from the last block
@@ -41,14 +43,17 @@ Deliver: TypeAlias = Callable[[int, memoryview], None]
 
 
 class KeyedBlocks(Protocol):
-    """Blocks of one size by key. For several threads at once; trouble of the medium never raises."""
+    """Blocks of one size by key, for several threads at once.
+
+    Trouble of the medium never raises.
+    """
 
     @property
     def fault(self) -> str:
         """Why the medium is not used now; empty while it works."""
 
     def contains(self, keys: Keys) -> Sequence[bool]:
-        """Which blocks are there; they are not read, and it is no use of them."""
+        """Which blocks are there. They are not read, and it does not count as a use."""
 
     def use(self, keys: Keys) -> None:
         """These blocks were used, from another memory."""
@@ -71,7 +76,7 @@ class KeyedBlocks(Protocol):
 
 
 class _Chunks:
-    """Memory for blocks on their way, and the pieces of a call that fit into it."""
+    """Memory for blocks on their way, and pieces of calls that fit there."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -243,7 +248,10 @@ class KeyedTier:
         self.tier.end_load(hit, 0, int(is_read), outcome or ReadOutcome.OK)
 
     def _begin_stores(self, keys: Keys, held: dict[int, PrefixHit], stores: dict[int, TierStore]) -> None:
-        """Reserve slots for what is missing and no call is writing, and keep what is there."""
+        """Pin what is there, and reserve slots for the rest.
+
+        What another call is writing is left out.
+        """
         for place, key in enumerate(keys):
             if key in self._writing:
                 continue
@@ -257,7 +265,7 @@ class KeyedTier:
                 self._writing.add(key)
 
     def _used(self, hit: PrefixHit) -> None:
-        """A pinned block was used."""
+        """A pinned block was used: unpin it."""
         self._storage.touch(self.tier.index.block_ids(hit))
         self.tier.index.unpin(hit)
 

@@ -1,4 +1,4 @@
-"""`SageHiCache`: SGLang's HiCache keeps its pages in our disk tier or in the shared store.
+"""`SageHiCache`: our disk tier, or the shared store, behind SGLang's HiCache.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
     '{"backend_name": "sagellm", "module_path": "sagellm.engines.sglang.hicache", "class_name": "SageHiCache",
@@ -140,7 +140,10 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill tensors, one for each page, or new ones; None for a page that was not read."""
+        """Fill tensors, one for each page, or new ones.
+
+        None stands for a page that was not read.
+        """
         targets = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         for target in targets:
             self._check_page(target)
@@ -178,7 +181,7 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix that every pool can restore, and all lengths that can be restored."""
+        """The longest prefix that every pool can restore, and all such lengths."""
         num_pages = self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
         restorable = list(range(1, num_pages + 1))
@@ -408,7 +411,10 @@ def _restorable(transfer: PoolTransfer, there: Sequence[bool]) -> list[int]:
 
 
 def _first_tokens(pool: Any, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[int] | None:
-    """The first token slot of each page in a host pool; None where indices and keys do not fit."""
+    """The first token slot of each page in a host pool.
+
+    None where there is no pool, or the number of indices is wrong.
+    """
     if pool is None:
         return None
     size = pool.page_size

@@ -1,4 +1,4 @@
-"""What makes two of SGLang's stored pages mean the same KV, and the settings of our HiCache storage.
+"""Settings of our HiCache storage, and what makes two pages mean the same KV.
 
 SGLang names a page by a hash of its tokens, all before them, the LoRA adapter and the cache salt. All else is
 in the `BlockFormat` here.
@@ -93,9 +93,10 @@ def _wrong(what: str) -> ConfigError:
 
 
 def identity_of_model(weights_id: str, args: Any) -> tuple[Any, ...]:
-    """What stands for weights, tokenizer and adapters of a server with these arguments (None: not known).
+    """What stands for the weights, tokenizer and adapters of a server.
 
-    Raises `ConfigError` where they cannot be told from others and there is no `weights_id`.
+    `args`: of SGLang; None if there are none. Raises `ConfigError` where they cannot be
+    told from others and there is no `weights_id`.
     """
     of_files = f"id {weights_id}" if weights_id else _files_of(args)
     return of_files, [str(getattr(args, name, None)) for name in _ARGUMENTS]
@@ -117,7 +118,7 @@ def _files_of(args: Any) -> str:
 
 
 def _content(folder: Path) -> list[tuple[str, str]]:
-    """Names of the files of a small folder, and digests of what is in them."""
+    """Names of the files of a folder, and digests of their bytes."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is no folder here")
     found = []
