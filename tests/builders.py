@@ -52,7 +52,7 @@ def fake_engine(
         groups=backend.get_kv_schema().groups,
         state_pages=backend.get_kv_schema().state_pages,
         max_chunk=max_batched_tokens,
-        tiers=tiers_below(backend, clock, host_blocks=host_blocks) if host_blocks else None,
+        tiers=tiers_below(backend, clock, host_blocks=host_blocks, events=events) if host_blocks else None,
         clock=clock,
         events=events,
     )
@@ -76,6 +76,7 @@ def tiers_below(
     *,
     host_blocks: int = 0,
     disk_blocks: int = 0,
+    events: EventBus | None = None,
     **kv_options: Any,
 ) -> TierSource | None:
     """Tiers of so many blocks, the disk's in a new folder."""
@@ -85,7 +86,7 @@ def tiers_below(
     folder = f"{tempfile.mkdtemp()}/kv" if disk_blocks else None
     size = backend.capability().block_size
     config = KVConfig.model_validate({"block_size": size, "dir": folder, **options, **kv_options})
-    return build_tiers(config, backend, clock)
+    return build_tiers(config, backend, clock, events)
 
 
 def load_always(kv: KVCacheManager) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from sagellm.core.blocks import Tier
 from sagellm.core.types import Namespace, Request
 
 
@@ -62,8 +63,8 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored(Event):
-    """Blocks entered the prefix index below `parent_hash` (None: at the beginning). `hashes` are chained
-    content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
+    """Blocks entered the prefix index of a tier below `parent_hash` (None: at the beginning). `hashes` are
+    chained content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
 
     block_ids: tuple[int, ...]
     num_tokens_before: int
@@ -71,22 +72,24 @@ class BlocksStored(Event):
     parent_hash: bytes | None
     tokens: bytes
     namespace: Namespace
+    tier: Tier = Tier.HBM
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved(Event):
-    """Blocks left the prefix index, deepest first. `cause` is 'capacity', 'cleared' or a policy's own
-    word."""
+    """Blocks left the prefix index of a tier, deepest first. `cause` is 'capacity', 'cleared' or a policy's
+    own word."""
 
     block_ids: tuple[int, ...]
     cause: str
     hashes: tuple[bytes, ...]
     namespace: Namespace
+    tier: Tier = Tier.HBM
 
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared(Event):
-    """The prefix index is empty."""
+    """The device's prefix index is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +127,18 @@ class EventBus:
     def emit(self, event: Event) -> None:
         for listener in tuple(self._listeners.get(type(event), ())):
             listener(event)
+
+
+class TierEvents(EventBus):
+    """Passes the block events of a tier's index on to `bus`, with the tier's name."""
+
+    def __init__(self, bus: EventBus, tier: Tier) -> None:
+        super().__init__()
+        self._bus, self._tier = bus, tier
+
+    def wants(self, kind: type) -> bool:
+        return self._bus.wants(kind)
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, BlocksStored | BlocksRemoved):
+            self._bus.emit(replace(event, tier=self._tier))

@@ -23,7 +23,7 @@ from sagellm.core.config_layers import (
     resolve,
 )
 from sagellm.core.errors import ConfigError
-from sagellm.core.events import EventBus
+from sagellm.core.events import EventBus, TierEvents
 from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
@@ -164,11 +164,16 @@ def _index(
     return made
 
 
-def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None = None) -> TierSource | None:
+def build_tiers(
+    config: KVConfig,
+    backend: InferenceBackend,
+    clock: Clock | None = None,
+    events: EventBus | None = None,
+) -> TierSource | None:
     """What makes the configured tiers below the device; None where none is configured.
 
-    Raises `ConfigError` for a model or backend whose KV cannot be held there, and for a folder that cannot be
-    used.
+    Their block events go to `events`. Raises `ConfigError` for a model or backend whose KV cannot be held
+    there, and for a folder that cannot be used.
     """
     if not config.has_tiers:
         return None
@@ -186,8 +191,9 @@ def build_tiers(config: KVConfig, backend: InferenceBackend, clock: Clock | None
         migrator = KVMigrator(data, storages, hashes_of, block_size=config.block_size)
         tiers: list[KVTier] = []
         for name, storage in storages.items():
+            own = None if events is None else TierEvents(events, name)
             books = (
-                _index(config, storage.num_slots, clock, costs),
+                _index(config, storage.num_slots, clock, costs, own),
                 FreeListPool(storage.num_slots, config.block_size),
             )
             if isinstance(storage, RemoteStorage):
@@ -429,7 +435,7 @@ def build_engine(
     kv = build_kv(
         _kv_of(config.kv, capability),
         capability.num_blocks,
-        tiers=build_tiers(config.kv, backend, clock),
+        tiers=build_tiers(config.kv, backend, clock, events),
         window=capability.sliding_window,
         groups=capability.kv_schema.groups if capability.kv_schema else (),
         state_pages=capability.kv_schema.state_pages if capability.kv_schema else 0,

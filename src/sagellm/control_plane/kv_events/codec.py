@@ -19,12 +19,15 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, SageError, nearest
 from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
-MEDIUM_GPU = "GPU"
-"""vLLM's word for the memory that the engine computes on."""
+MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK", Tier.REMOTE: "EXTERNAL"}
+"""The wire's `medium`: the words of vLLM, and of SGLang where vLLM has none."""
+_TIERS = {medium: tier for tier, medium in MEDIA.items()}
+_TIERS |= {"CPU_PINNED": Tier.DRAM, "STORAGE": Tier.NVME}  # SGLang's, vLLM's
 
 UNKNOWN_POSITION = -1
 """`BlocksStored.num_tokens_before` of an event from the wire that does not begin a prompt."""
@@ -153,7 +156,7 @@ def to_wire(event: KVEvent, form: WireForm) -> WireEvent:
         case BlocksStored():
             return _stored(event, form)
         case BlocksRemoved():
-            return BlockRemoved(_hashes(event.hashes, form), MEDIUM_GPU, cause=event.cause)
+            return BlockRemoved(_hashes(event.hashes, form), MEDIA[event.tier], cause=event.cause)
         case IndexCleared():
             return AllBlocksCleared()
 
@@ -171,7 +174,7 @@ def _stored(event: BlocksStored, form: WireForm) -> BlockStored:
         parent_block_hash=None if parent is None else _hash(parent, form),
         token_ids=Tokens.frombytes(event.tokens).tolist(),
         block_size=form.block_size,
-        medium=MEDIUM_GPU,
+        medium=MEDIA[event.tier],
         lora_name=event.namespace.adapter or None,
         extra_keys=_extra_keys(event),
         cache_salt=salt_digest(event.namespace.tenant) or None,
@@ -209,7 +212,7 @@ def from_wire(event: WireEvent) -> KVEvent:
             return _stored_on_bus(event)
         case BlockRemoved():
             hashes = tuple(_hash_bytes(block_hash) for block_hash in event.block_hashes)
-            return BlocksRemoved((), event.cause or "", hashes, Namespace())
+            return BlocksRemoved((), event.cause or "", hashes, Namespace(), _tier_of(event.medium))
         case AllBlocksCleared():
             return IndexCleared()
 
@@ -227,7 +230,13 @@ def _stored_on_bus(event: BlockStored) -> BlocksStored:
         parent_hash=None if parent is None else _hash_bytes(parent),
         tokens=tokens,
         namespace=Namespace(tenant=event.cache_salt or "", adapter=event.lora_name or ""),
+        tier=_tier_of(event.medium),
     )
+
+
+def _tier_of(medium: str | None) -> Tier:
+    """Without a medium the device; of an unknown one only that it is further away."""
+    return _TIERS.get(medium, Tier.REMOTE) if medium else Tier.HBM
 
 
 def _hash_bytes(block_hash: BlockHash) -> bytes:

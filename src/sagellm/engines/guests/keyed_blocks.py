@@ -289,7 +289,7 @@ class KeyedRemote:
         return self._store.fault or ""
 
     def contains(self, keys: Keys) -> Sequence[bool]:
-        return self._store.contains(keys)
+        return self._store.contains(keys) or [False] * len(keys)  # None: no answer
 
     def use(self, keys: Keys) -> None:
         """Nothing: it would be a round trip for blocks that are not wanted."""
