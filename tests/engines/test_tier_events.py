@@ -44,12 +44,8 @@ def test_the_wire_names_the_medium() -> None:
     wired = [to_wire(event, form) for event in seen]
     assert {event.medium for event in wired if isinstance(event, BlockStored)} == {"GPU", "CPU"}
     assert [from_wire(event).tier for event in wired] == [event.tier for event in seen]  # type: ignore[union-attr]
-    for medium, tier in (
-        ("CPU_PINNED", Tier.DRAM),
-        ("STORAGE", Tier.NVME),
-        (None, Tier.HBM),
-        ("new", Tier.REMOTE),
-    ):
+    read = {"CPU_PINNED": Tier.DRAM, "STORAGE": Tier.NVME, None: Tier.HBM, "new": Tier.REMOTE}
+    for medium, tier in read.items():
         found = from_wire(BlockRemoved([b"x"], medium))
         assert isinstance(found, BlocksRemoved)
         assert found.tier is tier

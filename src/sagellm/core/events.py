@@ -130,7 +130,7 @@ class EventBus:
 
 
 class TierEvents(EventBus):
-    """Passes the block events of a tier's index on to `bus`, with the tier's name."""
+    """Passes on the block events of a tier's index, with its name."""
 
     def __init__(self, bus: EventBus, tier: Tier) -> None:
         super().__init__()

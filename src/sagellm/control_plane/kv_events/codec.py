@@ -235,7 +235,7 @@ def _stored_on_bus(event: BlockStored) -> BlocksStored:
 
 
 def _tier_of(medium: str | None) -> Tier:
-    """Without a medium the device; of an unknown one only that it is further away."""
+    """The device without a medium; an unknown one is further away."""
     return _TIERS.get(medium, Tier.REMOTE) if medium else Tier.HBM
 
 

@@ -118,8 +118,8 @@ class HierarchyManager:
             return
         self._offer_to(self.tiers, hit, account, use)
 
-    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> int:
-        """Write what tiers lack of a path; returns the id of the move, 0 for none.
+    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> None:
+        """Write what tiers lack of a path.
 
         A tier into which the first of these blocks is being written is offered the path again behind that.
         """
@@ -142,9 +142,10 @@ class HierarchyManager:
                 stores[tier.tier] = store
         if later:
             self._later.append(_Offer(self._index.pin(hit, is_use=False), later, account, use))
-        return self._send_down(hit, stores) if stores else 0
+        if stores:
+            self._send_down(hit, stores)
 
-    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> int:
+    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> None:
         pinned = self._index.pin(hit, is_use=False)
         positions = sorted({position for store in stores.values() for position in store.positions})
         offset_of = {position: offset for offset, position in enumerate(positions)}
