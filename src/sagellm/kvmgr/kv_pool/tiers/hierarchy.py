@@ -162,7 +162,6 @@ class HierarchyManager:
         blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
         self._storing |= blocks
         self._stores[move_id] = _Store(pinned, stores, blocks)
-        return move_id
 
     # -- preempted requests
 
