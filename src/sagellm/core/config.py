@@ -113,6 +113,12 @@ class KVConfig(Section):
     )
     disk_gb: float = key(0.0, "disk (GiB) behind that, in kv.dir; 0: none", ge=0.0, le=1048576.0)
     dir: Word | None = key(None, "folder of the disk tier; one server owns it")
+    disk_min_uses: int = key(
+        1, "a block goes to the disk when so many prompts have had it; 1: at once", ge=1, le=100
+    )
+    max_save_gb_per_s: float | None = key(
+        None, "bound for saving blocks below the device (GB/s); none: no bound", gt=0.0
+    )
     codec: Word = key(
         "raw",
         "how blocks are stored on disk and remotely: raw, zstd (exact), int8 (not exact: up to 0.8 % off)",

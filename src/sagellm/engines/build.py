@@ -42,6 +42,7 @@ from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.eviction.checkpoints.retention import CheckpointRetention
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
+from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
@@ -188,7 +189,13 @@ def build_tiers(
     costs, hashes_of = prefill_costs(capability), partial(_hashes_of, config.block_size)
 
     def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:
-        migrator = KVMigrator(data, storages, hashes_of, block_size=config.block_size)
+        most, filters = config.max_save_gb_per_s, {}
+        if Tier.NVME in storages and config.disk_min_uses > 1:
+            filters[Tier.NVME] = AdmissionFilter(storages[Tier.NVME].num_slots, config.disk_min_uses)
+        migrator = KVMigrator(
+            data, storages, hashes_of, block_size=config.block_size,
+            max_bytes_per_s=most and most * 1e9, filters=filters,
+        )  # fmt: skip
         tiers: list[KVTier] = []
         for name, storage in storages.items():
             own = None if events is None else TierEvents(events, name)

@@ -194,6 +194,7 @@ class ServerMetrics(Collector):
             ("Blocks that came back from a tier", "loaded"),
             ("Blocks that a tier gave up", "evicted"),
             ("Blocks that were not written to a tier, for lack of time or room", "dropped"),
+            ("Blocks that were not written to a tier, for too few uses", "refused"),
         ):
             counts = {str(tier.tier): getattr(tier, kind) for tier in tiers}
             yield self._count(f"kv_tier_{kind}_blocks", text, counts, "tier")

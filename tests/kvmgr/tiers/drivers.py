@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, BlockIds, Namespace, Tok
 from sagellm.engines.build import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
+from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.circuit_breaker import CircuitBreaker
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
@@ -234,6 +235,7 @@ class User:
         tiers: Sequence[tuple[Tier, FaultyStorage]],
         policy: str = "lru",
         server: FakeServer | None = None,
+        filters: Mapping[Tier, AdmissionFilter] | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.device: BlockBytes = FakeDevice(num_blocks)
@@ -246,7 +248,7 @@ class User:
             self.remote = RemoteStorage(FakeRemote(server, self.clock), 200, 20 * BLOCK_BYTES)
             storages[Tier.REMOTE] = self.remote
         self.migrator = KVMigrator(
-            self.device, storages, hashes_of, block_size=SIZE, chunk_bytes=3 * BLOCK_BYTES
+            self.device, storages, hashes_of, block_size=SIZE, chunk_bytes=3 * BLOCK_BYTES, filters=filters
         )
         self.tiers = [self._tier(name, storage, policy) for name, storage in storages.items()]
         self.hierarchy = HierarchyManager(
@@ -310,6 +312,12 @@ class User:
         self.num_computed += whole - hit.num_blocks
         self.num_reused += hit.num_blocks
         return hit.num_blocks
+
+    def end(self, tokens: Tokens, namespace: Namespace = Namespace()) -> None:
+        """A request with these tokens ends."""
+        hit = self.index.pin(self.index.lookup(tokens, namespace))
+        self.hierarchy.offer(hit, NO_ACCOUNT, NO_USE)
+        self.index.unpin(hit)
 
     def preempt(self, tokens: Tokens, name: str, namespace: Namespace = Namespace()) -> None:
         """A request with these tokens, of which the device has some, is preempted."""

@@ -13,6 +13,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
 
 
@@ -329,4 +330,20 @@ def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str
             user.check()
     user.settle()
     user.check()
+    user.hierarchy.close()
+
+
+def test_a_filter_keeps_the_disk_for_what_comes_again() -> None:
+    host, disk = FaultyStorage(64), FaultyStorage(64)
+    user = User(8, [(Tier.DRAM, host), (Tier.NVME, disk)], filters={Tier.NVME: AdmissionFilter(64, 2)})
+    tokens = prompt(0, 4)
+    for number, (num_host, num_disk) in enumerate([(4, 0), (4, 4)]):
+        hit = user.serve(tokens, str(number))
+        user.settle()
+        assert (host.num_written, disk.num_written) == (num_host, num_disk)
+        user.end(tokens)  # its blocks count from now on
+        user.settle()
+        user.check()
+    assert hit == 4
+    assert [state.refused for state in user.hierarchy.states()] == [0, 8]
     user.hierarchy.close()

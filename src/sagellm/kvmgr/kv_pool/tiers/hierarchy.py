@@ -143,9 +143,9 @@ class HierarchyManager:
         if later:
             self._later.append(_Offer(self._index.pin(hit, is_use=False), later, account, use))
         if stores:
-            self._send_down(hit, stores)
+            self._send_down(hit, stores, ends=use is not None)
 
-    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore]) -> None:
+    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore], *, ends: bool) -> None:
         pinned = self._index.pin(hit, is_use=False)
         positions = sorted({position for store in stores.values() for position in store.positions})
         offset_of = {position: offset for offset, position in enumerate(positions)}
@@ -156,7 +156,7 @@ class HierarchyManager:
         )
         plan = MigrationPlan(
             self._path(hit.tokens, positions[-1] + 1), hit.namespace, positions, Tier.HBM,
-            [ids[position] for position in positions], targets,
+            [ids[position] for position in positions], targets, ends,
         )  # fmt: skip
         move_id = self._migrator.migrate(plan)
         blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
@@ -354,6 +354,9 @@ class HierarchyManager:
         for tier in self.tiers:
             if tier.tier in store.stores:
                 error = report.errors.get(tier.tier, "")
+                if tier.tier in report.num_admitted:
+                    num_wanted = len(store.stores[tier.tier].slots)
+                    tier.num_refused += num_wanted - report.num_admitted[tier.tier]
                 if error and not tier.fault:
                     log.warning("the tier %s is not used any more: %s", tier.tier, error)
                 tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)

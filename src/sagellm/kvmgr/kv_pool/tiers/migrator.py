@@ -25,6 +25,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcome, StoredBlock
 from sagellm.core.types import TOKEN_BYTES, Namespace
+from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 
 log = logging.getLogger("sagellm.tiers")
@@ -51,7 +52,8 @@ class MigrationPlan:
     """Moves the blocks at `positions` of a path from one tier to others.
 
     `positions` ascend. `path`: int32 bytes of the path's tokens, from the first token up to the last block
-    that is moved. `source_ids`: the block or slot of each position in `source`.
+    that is moved. `source_ids`: the block or slot of each position in `source`. `ends`: its request
+    has ended (see `AdmissionFilter`).
     """
 
     path: bytes
@@ -60,6 +62,7 @@ class MigrationPlan:
     source: Tier
     source_ids: Sequence[int]
     targets: tuple[MoveTarget, ...]
+    ends: bool = False
 
 
 @dataclass(slots=True)
@@ -67,14 +70,16 @@ class MigrationReport:
     """What became of a plan.
 
     `num_read`: leading positions that were read and verified; `outcome`: of the first one that was not.
-    `num_written`: by tier, how many of the leading blocks of its target were written. `errors`: by tier, why
-    the others were not. `num_bytes` were read; `spent_s` is the time of the whole move, writes included.
+    `num_admitted`: by tier with a filter, how many of the leading blocks of its target may be written;
+    `num_written`: by tier, how many were. `errors`: by tier, why the others were not.
+    `num_bytes` were read; `spent_s` is the time of the whole move, writes included.
     """
 
     move_id: int
     plan: MigrationPlan
     num_read: int = 0
     outcome: ReadOutcome = ReadOutcome.OK
+    num_admitted: dict[Tier, int] = field(default_factory=dict)
     num_written: dict[Tier, int] = field(default_factory=dict)
     errors: dict[Tier, str] = field(default_factory=dict)
     num_bytes: int = 0
@@ -95,7 +100,8 @@ class KVMigrator:
     """Owns the worker threads and their buffers. `migrate`, `cancel`, `poll`, `wait` are for one thread.
 
     `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
-    down, so that it leaves memory bandwidth to the engine; None: no bound.
+    down, so that it leaves memory bandwidth to the engine; None: no bound. `filters`: of tiers that do not
+    take every block.
     """
 
     def __init__(
@@ -107,11 +113,12 @@ class KVMigrator:
         block_size: int,
         chunk_bytes: int = CHUNK_BYTES,
         max_bytes_per_s: float | None = None,
+        filters: Mapping[Tier, AdmissionFilter] | None = None,
     ) -> None:
         self._device, self._storages, self._hashes_of = device, dict(storages), hashes_of
         self._block_bytes, self._token_bytes = device.bytes_per_block, block_size * TOKEN_BYTES
         self._blocks_per_chunk = max(1, chunk_bytes // self._block_bytes)
-        self._max_bytes_per_s = max_bytes_per_s
+        self._max_bytes_per_s, self._filters = max_bytes_per_s, dict(filters or {})
         self._threads = {
             source: ThreadPoolExecutor(1, f"sagellm-kv-from-{source}") for source in (Tier.HBM, *storages)
         }
@@ -210,12 +217,12 @@ class KVMigrator:
 
     def _move(self, plan: MigrationPlan, report: MigrationReport, cancelled: threading.Event) -> None:
         hashes = self._hashes_of(plan.path, plan.namespace)
-        began_s = time.perf_counter()
-        for start in range(0, len(plan.positions), self._blocks_per_chunk):
+        began_s, end = time.perf_counter(), self._admit(plan, hashes, report)
+        for start in range(0, end, self._blocks_per_chunk):
             if cancelled.is_set():
                 report.is_cancelled = True
                 return
-            stop = min(start + self._blocks_per_chunk, len(plan.positions))
+            stop = min(start + self._blocks_per_chunk, end)
             chunk = self._buffer()[: (stop - start) * self._block_bytes]
             num_read = self._read(plan, hashes, start, stop, chunk, report)
             with nullcontext() if plan.source is Tier.HBM else self._writing:
@@ -230,6 +237,19 @@ class KVMigrator:
             if plan.source is Tier.HBM and self._max_bytes_per_s:
                 due_s = began_s + report.num_bytes / self._max_bytes_per_s
                 cancelled.wait(max(0.0, due_s - time.perf_counter()))
+
+    def _admit(self, plan: MigrationPlan, hashes: Sequence[bytes], report: MigrationReport) -> int:
+        """Ask the filters; returns how many of the leading positions have to be read."""
+        end = 0
+        for target in plan.targets:
+            num_wanted = len(target.offsets)
+            if target.tier in self._filters:
+                wanted = [hashes[plan.positions[offset]] for offset in target.offsets]
+                num_wanted = self._filters[target.tier].num_admitted(wanted, ends=plan.ends)
+                report.num_admitted[target.tier] = num_wanted
+            if num_wanted:
+                end = max(end, target.offsets[num_wanted - 1] + 1)
+        return end
 
     def _read(
         self, plan: MigrationPlan, hashes: Sequence[bytes], start: int, stop: int, chunk: memoryview,
@@ -254,8 +274,8 @@ class KVMigrator:
     ) -> None:  # fmt: skip
         """Write the blocks of a chunk that belong to a target."""
         done = report.num_written.setdefault(target.tier, 0)
-        last = done
-        while last < len(target.offsets) and target.offsets[last] < stop:
+        last, most = done, report.num_admitted.get(target.tier, len(target.offsets))
+        while last < most and target.offsets[last] < stop:
             last += 1
         if last == done or target.tier in report.errors:
             return

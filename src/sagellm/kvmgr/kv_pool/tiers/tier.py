@@ -42,7 +42,8 @@ class KVTier:
     """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
 
     `num_stored` and `num_loaded` count blocks; `num_dropped`: those that were not saved, since too many were
-    under way; `misses`: blocks that were there and could not be used, by outcome.
+    under way; `num_refused`: those that a filter did not admit; `misses`: blocks that were there and could
+    not be used, by outcome.
     """
 
     def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
@@ -51,7 +52,7 @@ class KVTier:
         self.arrivals.serve(self._make_room, OWNER)
         self._damaged: set[int] = set()
         self.misses: Counter[ReadOutcome] = Counter()
-        self.num_stored = self.num_loaded = self.num_evicted = self.num_dropped = 0
+        self.num_stored = self.num_loaded = self.num_evicted = self.num_dropped = self.num_refused = 0
         self._write_fault = ""
 
     @property
@@ -185,6 +186,7 @@ class KVTier:
             misses,
             self.fault,
             self.num_dropped,
+            self.num_refused,
         )
 
     def clear(self) -> int:
