@@ -38,6 +38,8 @@ class Tiers:
             self.whole.update(came)
         return came
 
+    def start_loads(self) -> None: ...
+
     def cancel(self, request_id: str) -> None:
         if request_id in self.loading:
             self.loading.remove(request_id)

@@ -59,6 +59,8 @@ class KVWaits:
         else:
             for state in came:
                 self._table.kv_arrived(state)
+        if start:
+            self._tiers.start_loads()
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 

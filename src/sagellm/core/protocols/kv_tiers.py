@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
-from sagellm.core.protocols.eviction import Use
+from sagellm.core.protocols.eviction import Hint, Use
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
@@ -322,6 +322,12 @@ class KVTiers(Protocol):
         """Seconds to load so many blocks from the nearest working tier.
 
         Infinite without any.
+        """
+
+    def hint(self, tokens: Tokens, namespace: Namespace, hint: Hint) -> int:
+        """Apply a hint to the order of eviction in each tier.
+
+        Returns the largest number of blocks in one tier that it concerns.
         """
 
     def request(

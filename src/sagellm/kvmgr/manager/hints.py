@@ -17,6 +17,7 @@ from sagellm.core.kv_hints import (
 )
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.eviction import Hint
+from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
@@ -31,8 +32,9 @@ MIN_SIMILARITY = 0.8
 class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
-    Hints hold for the blocks of the index, and for `checkpoints` of recurrent states behind them. It keeps
-    the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
+    Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
+    `tiers` have; from there, what is expected comes up. It keeps the tokens of the last `max_sessions`
+    sessions, up to `max_tokens` tokens together.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class KVHints:
         now: Callable[[], float],
         *,
         checkpoints: Checkpoints | None = None,
+        tiers: KVTiers | None = None,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:
-        self._index, self._checkpoints = index, checkpoints
+        self._index, self._checkpoints, self._tiers = index, checkpoints, tiers
+        self._num_prefetches = 0
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
@@ -137,9 +141,16 @@ class KVHints:
             return HintOutcome(
                 action.action_id, HintStatus.NOT_FOUND, reason="nothing is known of the target"
             )
-        hit = self._index.lookup(target[0], self._namespace_of(target[1]))
+        tokens, namespace = target[0], self._namespace_of(target[1])
+        hit = self._index.lookup(tokens, namespace)
         num_blocks = self._hint(hit, hint)
-        if hint.expected and num_blocks:
+        if self._tiers is not None:
+            num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, hint))
+            if hint.expected:
+                self._num_prefetches += 1
+                name = f"kv.expect {self._num_prefetches}"
+                self._tiers.request(name, tokens, namespace, len(tokens), start=False, asks=False)
+        if hint.expected and hit.num_blocks:
             self._expected.pop(hit.node, None)
             self._expected[hit.node] = (self._now() + EXPECTED_FOR_S, hit)
             self._end_expectations()

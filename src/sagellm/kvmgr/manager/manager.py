@@ -129,7 +129,7 @@ class KVCacheManager:
         )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
-        self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints)
+        self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers)
         state_pages = 0 if self.checkpoints is None else cdiv(self.checkpoints.state_pages, self.num_groups)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(

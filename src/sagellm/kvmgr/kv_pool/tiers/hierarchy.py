@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent, Use
+from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
@@ -199,6 +199,10 @@ class HierarchyManager:
     def _own_tiers(self) -> Iterator[KVTier]:
         """Tiers that work, but not the shared store."""
         return (tier for tier in self.tiers if not tier.fault and tier is not self._remote)
+
+    def hint(self, tokens: Tokens, namespace: Namespace, hint: Hint) -> int:
+        hits = [(tier, tier.lookup(tokens, namespace)) for tier in self.tiers]
+        return max([tier.index.hint(hit, hint) for tier, hit in hits if hit.num_blocks], default=0)
 
     # -- up
 
