@@ -176,6 +176,7 @@ class Case:
             block_bytes = backend.kv_bytes().bytes_per_block
             tiers = tiers_below(
                 backend, clock, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks,
+                tenant_shares=self.tenant_shares, class_shares=self.class_shares,
                 eviction=self.eviction, remote_url=remote_url, remote_gb=200.5 * block_bytes / 2**30,
             )  # fmt: skip
         kv = build_kv(

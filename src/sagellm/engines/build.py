@@ -113,13 +113,7 @@ def build_kv(
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
-    quota, capacity = None, num_blocks // max(1, len(groups))
-    if config.tenant_shares or config.class_shares:
-        tenants, classes = (
-            {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
-            for shares in (config.tenant_shares, config.class_shares)
-        )
-        quota = QuotaManager.from_fractions(num_blocks, tenants, classes)
+    quota, capacity = _quota(config, num_blocks), num_blocks // max(1, len(groups))
     sizes = {"total_blocks": num_blocks, "block_size": config.block_size}
     pool = registry("pool").create(config.pool, **sizes, clock=clock, quota=quota)
     index = _index(config, capacity, clock, cost_model, events)
@@ -143,6 +137,17 @@ def build_kv(
         misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
     )
+
+
+def _quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
+    """The configured shares of a pool or a tier of so many blocks."""
+    if not (config.tenant_shares or config.class_shares):
+        return None
+    tenants, classes = (
+        {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
+        for shares in (config.tenant_shares, config.class_shares)
+    )
+    return QuotaManager.from_fractions(num_blocks, tenants, classes)
 
 
 def _index(
@@ -199,14 +204,15 @@ def build_tiers(
         tiers: list[KVTier] = []
         for name, storage in storages.items():
             own = None if events is None else TierEvents(events, name)
+            quota = _quota(config, storage.num_slots)
             books = (
                 _index(config, storage.num_slots, clock, costs, own),
-                FreeListPool(storage.num_slots, config.block_size),
+                FreeListPool(storage.num_slots, config.block_size, quota=quota),
             )
             if isinstance(storage, RemoteStorage):
-                tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake))
+                tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake, quota))
             else:
-                tiers.append(KVTier(name, *books, storage))
+                tiers.append(KVTier(name, *books, storage, quota))
             if num_blocks := tiers[-1].recover():
                 log.info("the tier %s has %d blocks from before", name, num_blocks)
         arrivals = PrefixArrivals(index, pool)

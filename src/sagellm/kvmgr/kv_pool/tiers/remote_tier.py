@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Account, Namespace, Tokens
@@ -64,8 +64,9 @@ class RemoteTier(KVTier):
         hashes_of: HashesOf,
         clock: Clock,
         on_answer: Callable[[], None],
+        quota: BlockQuota | None = None,
     ) -> None:
-        super().__init__(Tier.REMOTE, index, pool, storage)
+        super().__init__(Tier.REMOTE, index, pool, storage, quota)
         self.answered: set[str] = set()
         self.ask_s = FIRST_ASK_S
         self.max_ask_s = storage.store.call_timeout_s

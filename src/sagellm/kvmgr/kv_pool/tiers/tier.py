@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.eviction import NO_USE, Use
-from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
 OWNER = "tier index"
@@ -43,11 +43,19 @@ class KVTier:
 
     `num_stored` and `num_loaded` count blocks; `num_dropped`: those that were not saved, since too many were
     under way; `num_refused`: those that a filter did not admit; `misses`: blocks that were there and could
-    not be used, by outcome.
+    not be used, by outcome. `quota`: of the pool, if accounts have shares.
     """
 
-    def __init__(self, tier: Tier, index: PrefixReuseIndex, pool: KVPool, storage: BlockStorage) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        index: PrefixReuseIndex,
+        pool: KVPool,
+        storage: BlockStorage,
+        quota: BlockQuota | None = None,
+    ) -> None:
         self.tier, self.index, self.pool, self.storage = tier, index, pool, storage
+        self._quota = quota
         self.arrivals = PrefixArrivals(index, pool)
         self.arrivals.serve(self._make_room, OWNER)
         self._damaged: set[int] = set()
@@ -191,21 +199,36 @@ class KVTier:
 
     def clear(self) -> int:
         """Evict all that nothing uses; returns how many blocks."""
-        return self._give_back(self.index.num_evictable)
+        before = self.num_evicted
+        if self._quota is None:
+            self._give_back(self.index.evict(self.index.num_evictable))
+        while self.index.num_evictable:
+            for account, count in self.index.evictable_by_account().items():
+                self._give_back(self.index.evict_from(account, count), account)
+        return self.num_evicted - before
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
-        missing = num_blocks - self.pool.num_free
-        self._give_back(min(missing, self.index.num_evictable))
+        """Have so many slots free for the account, if its share and those of others allow it."""
+        if self._quota is None:
+            missing = min(num_blocks - self.pool.num_free, self.index.num_evictable)
+            if missing > 0:
+                self._give_back(self.index.evict(missing))
+            return
+        while num_blocks > min(self.pool.num_free, self._quota.headroom(account)):
+            evictable, before = self.index.evictable_by_account(), self.num_evicted
+            given = self._quota.reclaim(account, num_blocks, evictable, self.pool.num_free) or {}
+            for giver, count in given.items():
+                self._give_back(self.index.evict_from(giver, count), giver)
+            if self.num_evicted == before:
+                return
 
-    def _give_back(self, num_blocks: int) -> int:
-        slots = self.index.evict(num_blocks) if num_blocks > 0 else None
+    def _give_back(self, slots: BlockIds | None, account: Account = NO_ACCOUNT) -> None:
         if not slots:
-            return 0
-        self.pool.take_back(OWNER, slots)
+            return
+        self.pool.take_back(OWNER, slots, account)
         self.storage.forget(slots)
         self._damaged.difference_update(slots)
         self.num_evicted += len(slots)
-        return len(slots)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where index, pool and arrivals disagree."""
