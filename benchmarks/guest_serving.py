@@ -1,10 +1,12 @@
-"""Times vLLM on a CPU: stock, in shadow mode, guided by our policy.
+"""Times vLLM on a CPU: stock, in shadow mode, guided by our policy, with our store.
 
-    VLLM_PYTHON benchmarks/guest_serving.py MODEL [--workload rounds|any|batch32] [--modes stock,shadow,on]
+    VLLM_PYTHON benchmarks/guest_serving.py MODEL [--workload rounds|any|batch32]
+        [--modes stock,shadow,on,store,store+on] [--host-gb 4] [--disk-gb 20]
 
 `rounds`: sessions that take one turn each per round, in an order drawn anew for each round; `any`: each turn
 is that of any session. Prompts extend the session's last one; all sessions together have three times the
-tokens that the KV cache holds. `batch32`: 32 rows that decode, nothing is evicted. Each mode runs in a
+tokens that the KV cache holds. `store` keeps KV in host memory and, with `--disk-gb`, in a temporary folder
+of `--dir`; `store+on` is guided as well. `batch32`: 32 rows that decode, nothing is evicted. Each mode runs in a
 process of its own, `--repeat` times in turns; the model is a folder with any shape, in float32 unless
 `--dtype` says otherwise.
 """
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 BLOCK = 32
@@ -50,6 +53,23 @@ def prompts(workload: str, sessions: int, turns: int, seed: int) -> tuple[list[l
     return sent, sum(map(len, paths)) // BLOCK // 3
 
 
+def transfer(asked: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `--kv-transfer-config` for a mode; empty for stock."""
+    members = []
+    for mode in asked["mode"].split("+"):
+        if mode == "store":
+            settings = {"host_gb": asked["host_gb"], "disk_gb": asked["disk_gb"], "dir": asked["dir"]}
+            members.append({"kv_connector": "SageStoreConnector", "kv_connector_extra_config": settings})
+        elif mode != "stock":
+            settings = {"mode": mode, "report_s": 0}
+            members.append({"kv_connector": "SageConnector", "kv_connector_extra_config": settings})
+    members = [{"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | member for member in members]
+    if len(members) < 2:
+        return members[0] if members else {}
+    extra = {"connectors": members}
+    return members[0] | {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
 def child(asked: dict[str, Any]) -> None:
     """One run; prints a line of JSON."""
     from sagellm.engines.vllm import register
@@ -60,8 +80,6 @@ def child(asked: dict[str, Any]) -> None:
 
     sent, num_blocks = prompts(asked["workload"], asked["sessions"], asked["turns"], asked["seed"])
     decodes = asked["workload"] == "batch32"
-    config = {"kv_connector": "SageConnector", "kv_role": "kv_both"}
-    config["kv_connector_extra_config"] = {"mode": asked["mode"], "report_s": 0}  # type: ignore[assignment]
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=asked["model"], skip_tokenizer_init=True, enforce_eager=True,
@@ -69,7 +87,7 @@ def child(asked: dict[str, Any]) -> None:
             max_num_seqs=32 if decodes else asked["concurrency"], max_num_batched_tokens=2048,
             block_size=BLOCK, num_gpu_blocks_override=1 + num_blocks,
             dtype=asked["dtype"], disable_log_stats=True, async_scheduling=False,
-            kv_transfer_config=None if asked["mode"] == "stock" else KVTransferConfig(**config),
+            kv_transfer_config=KVTransferConfig(**config) if (config := transfer(asked)) else None,
         )
     )  # fmt: skip
     scheduler = engine.engine_core.engine_core.scheduler
@@ -117,7 +135,14 @@ def child(asked: dict[str, Any]) -> None:
 
 
 def measured(asked: dict[str, Any]) -> dict[str, Any]:
-    """A run in a process of its own."""
+    """A run in a process of its own, with an empty folder for its disk tier."""
+    if asked["disk_gb"] and "store" in asked["mode"]:
+        with TemporaryDirectory(dir=asked["dir"]) as folder:
+            return _measured(asked | {"dir": folder})
+    return _measured(asked | {"dir": ""})
+
+
+def _measured(asked: dict[str, Any]) -> dict[str, Any]:
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--child", json.dumps(asked)],
@@ -139,11 +164,15 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--host-gb", type=float, default=4.0)
+    parser.add_argument("--disk-gb", type=float, default=0.0)
+    parser.add_argument("--dir", type=Path, help="parent of the disk tier's folder; default: the system's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
     asked = vars(parser.parse_args())
     modes, repeat = asked.pop("modes").split(","), asked.pop("repeat")
     asked["model"] = str(asked["model"].resolve())
+    asked["dir"] = asked["dir"] and str(asked["dir"])
     asked["concurrency"] = 32 if asked["workload"] == "batch32" else asked["concurrency"]
     rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for _ in range(repeat):

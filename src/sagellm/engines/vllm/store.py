@@ -33,6 +33,7 @@ from sagellm.engines.vllm import register
 from sagellm.engines.vllm.store_books import Found, StoreBooks
 from sagellm.engines.vllm.store_format import refusal
 from sagellm.engines.vllm.store_messages import StoreNews, StoreOrders
+from sagellm.engines.vllm.store_stats import StoreMetrics, StoreStats, StoreTally
 from sagellm.engines.vllm.store_worker import StoreWorker
 
 if TYPE_CHECKING:
@@ -62,8 +63,14 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = StoreSettings.of(dict(config.kv_connector_extra_config))
         if config.kv_role != "kv_both":
             raise ConfigError(f"kv_role {config.kv_role!r}: a store both saves and loads, use kv_both")
+        if config.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy {config.kv_load_failure_policy!r}: a block of the store that does not"
+                " verify would end its request, use recompute"
+            )
         self._books: StoreBooks | None = None
         self._worker: StoreWorker | None = None
+        self._tally = StoreTally()
         self._found: dict[str, Found] = {}
         self._prompts: dict[str, Tokens] = {}
         self._unsaved: dict[str, Request] = {}
@@ -200,6 +207,25 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         return None if self._books is None else self._books.clear()
+
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """The counts of the tiers since the last step; None if they have not changed."""
+        return None if self._books is None else self._tally.take([tier.state() for tier in self._books.tiers])
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        """Counts that a logger adds up. Several loggers get the same `data`, so it stays as it is."""
+        return StoreStats({tier: dict(found) for tier, found in (data or {}).items()})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StoreMetrics:
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- in a worker
 
