@@ -1,4 +1,4 @@
-"""Times vLLM on a CPU: stock, in shadow mode, guided by our policy, with our store.
+"""Times vLLM on a CPU: stock, in shadow mode, guided, with our store.
 
     VLLM_PYTHON benchmarks/guest_serving.py MODEL [--workload rounds|any|batch32]
         [--modes stock,shadow,on,store,store+on] [--host-gb 4] [--disk-gb 20]
@@ -6,8 +6,8 @@
 `rounds`: sessions that take one turn each per round, in an order drawn anew for each round; `any`: each turn
 is that of any session. Prompts extend the session's last one; all sessions together have three times the
 tokens that the KV cache holds. `store` keeps KV in host memory and, with `--disk-gb`, in a temporary folder
-of `--dir`; `store+on` is guided as well. `batch32`: 32 rows that decode, nothing is evicted. Each mode runs in a
-process of its own, `--repeat` times in turns; the model is a folder with any shape, in float32 unless
+of `--dir`; `store+on` is guided as well. `batch32`: 32 rows that decode, nothing is evicted. Each mode runs
+in a process of its own, `--repeat` times in turns; the model is a folder with any shape, in float32 unless
 `--dtype` says otherwise.
 """
 
@@ -54,7 +54,7 @@ def prompts(workload: str, sessions: int, turns: int, seed: int) -> tuple[list[l
 
 
 def transfer(asked: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's `--kv-transfer-config` for a mode; empty for stock."""
+    """The `--kv-transfer-config` of a mode; empty for stock."""
     members = []
     for mode in asked["mode"].split("+"):
         if mode == "store":
@@ -135,7 +135,7 @@ def child(asked: dict[str, Any]) -> None:
 
 
 def measured(asked: dict[str, Any]) -> dict[str, Any]:
-    """A run in a process of its own, with an empty folder for its disk tier."""
+    """A run with an empty folder for its disk tier."""
     if asked["disk_gb"] and "store" in asked["mode"]:
         with TemporaryDirectory(dir=asked["dir"]) as folder:
             return _measured(asked | {"dir": folder})
@@ -143,6 +143,7 @@ def measured(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(asked: dict[str, Any]) -> dict[str, Any]:
+    """A run in a process of its own."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--child", json.dumps(asked)],

@@ -79,7 +79,9 @@ class World:
         cache.num_gpu_blocks = num_blocks + 1
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
         kv = KVCacheConfig(
-            num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
+            num_blocks=num_blocks + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
         )
         self.engine = Scheduler(
             vllm_config, kv, StructuredOutputManager(vllm_config), block_size=SIZE, hash_block_size=SIZE,
@@ -130,7 +132,11 @@ class World:
     def step(self) -> None:
         plan = self.engine.schedule()
         self._in_flight.append((plan, self._execute(plan)))
-        if len(self._in_flight) >= self._depth or not self.engine.has_requests() or not plan.num_scheduled_tokens:
+        if (
+            len(self._in_flight) >= self._depth
+            or not self.engine.has_requests()
+            or not plan.num_scheduled_tokens
+        ):
             while self._in_flight:
                 self.engine.update_from_output(*self._in_flight.popleft())
         if self.books is not None:

@@ -57,7 +57,9 @@ def test_what_was_evicted_comes_back(world: Made, model: str, host: int, disk: i
     assert fill(one) == expected
     assert (one.num_computed, stock.num_computed) == (8 * 42,) * 2
     assert fill(stock) == fill(one) == expected
-    loaded = sum(one.counts(tier)["loaded"] for tier in (["dram"] if host else []) + (["nvme"] if disk else []))
+    loaded = sum(
+        one.counts(tier)["loaded"] for tier in (["dram"] if host else []) + (["nvme"] if disk else [])
+    )
     assert loaded >= 60
     assert one.num_computed <= 8 * 42 + 8 * (42 - 36)
     assert stock.num_computed == 2 * 8 * 42
@@ -186,7 +188,11 @@ def test_a_slow_tier_is_not_read(world: Made) -> None:
 
 def test_beside_our_eviction_policy(world: Made, model: str) -> None:
     """As `sagellm vllm serve --sage-mode on --sage-host-gb` composes them."""
-    guide = {"kv_connector": "SageConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mode": "on"}}
+    guide = {
+        "kv_connector": "SageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"mode": "on"},
+    }
     members = [guide, store_config(host_gb=60 * BLOCK_GB)]
     both = store_config(connectors=members) | {"kv_connector": "MultiConnector"}
     one, rng = World(model, both, num_blocks=60), random.Random(0)

@@ -97,17 +97,19 @@ class StoreSettings:
         """Raises `ConfigError` for what is not known, and for a store of no size."""
         if unknown := sorted(given.keys() - {"host_gb", "disk_gb", "dir", "policy", "options"}):
             raise ConfigError(
-                f"no setting {', '.join(unknown)} of sageLLM's store; use host_gb, disk_gb, dir, policy, options"
+                f"no setting {', '.join(unknown)} of the store; use host_gb, disk_gb, dir, policy, options"
             )
-        made = cls(**given)
-        for name, size in (("host_gb", made.host_gb), ("disk_gb", made.disk_gb)):
-            is_number = isinstance(size, int | float) and not isinstance(size, bool)
-            if not is_number or not 0 <= size < math.inf:
+        for name in ("host_gb", "disk_gb"):
+            size = given.get(name, 0)
+            if type(size) not in {int, float} or not 0 <= size < math.inf:
                 raise ConfigError(f"{name} must be a number of GiB, got {size!r}")
+        if not isinstance(given.get("dir", ""), str):
+            raise ConfigError(f"dir must be the name of a folder, got {given['dir']!r}")
+        made = cls(**given)
         if not made.host_gb and not made.disk_gb:
             raise ConfigError("a store needs memory: set host_gb, or disk_gb and dir")
-        if not isinstance(made.dir, str) or bool(made.dir) != bool(made.disk_gb):
-            raise ConfigError("disk_gb and dir belong together: dir names the folder, disk_gb its size in GiB")
+        if bool(made.dir) != bool(made.disk_gb):
+            raise ConfigError("disk_gb and dir belong together: a size in GiB, and the folder for it")
         _check_policy(made.policy, made.options)
         return made
 

@@ -17,8 +17,9 @@ Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
 class PoolBytes:
     """Implements `BlockBytes`. A block's bytes are its row in each pool, one behind the other.
 
-    `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy copies whole rows at the speed of memory; torch's indexing takes two to three
-    times as long. On a GPU the copies have a stream of their own, and are waited for.
+    `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
+    copies whole rows at the speed of memory; torch's indexing takes two to three times as long. On a GPU the
+    copies have a stream of their own, and are waited for.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:

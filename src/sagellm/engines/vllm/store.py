@@ -32,7 +32,7 @@ from sagellm.engines.guests.settings import StoreSettings
 from sagellm.engines.vllm import register
 from sagellm.engines.vllm.store_books import Found, StoreBooks
 from sagellm.engines.vllm.store_format import refusal
-from sagellm.engines.vllm.store_messages import StoreNews, StoreOrders
+from sagellm.engines.vllm.store_messages import StoreMetadata, StoreReport
 from sagellm.engines.vllm.store_stats import StoreMetrics, StoreStats, StoreTally
 from sagellm.engines.vllm.store_worker import StoreWorker
 
@@ -65,8 +65,8 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(f"kv_role {config.kv_role!r}: a store both saves and loads, use kv_both")
         if config.kv_load_failure_policy != "recompute":
             raise ConfigError(
-                f"kv_load_failure_policy {config.kv_load_failure_policy!r}: a block of the store that does not"
-                " verify would end its request, use recompute"
+                f"kv_load_failure_policy {config.kv_load_failure_policy!r}: a block that does not verify would"
+                " end its request, use recompute"
             )
         self._books: StoreBooks | None = None
         self._worker: StoreWorker | None = None
@@ -152,14 +152,14 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         books = self._books
         if books is None:
-            return StoreOrders()
+            return StoreMetadata()
         counts = scheduler_output.num_scheduled_tokens
         for name in [name for name in self._unsaved if name in counts]:
             request = self._unsaved[name]
             if request.num_computed_tokens + counts[name] >= request.num_prompt_tokens:
                 del self._unsaved[name]
                 self._save(books, request, request.num_prompt_tokens)
-        return books.orders(scheduler_output.total_num_scheduled_tokens)
+        return books.step_metadata(scheduler_output.total_num_scheduled_tokens)
 
     def _save(
         self,
@@ -176,9 +176,9 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             books.save(self._tokens(request), _namespace(request), block_ids[:num_blocks], use)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        news = connector_output.kv_connector_worker_meta
-        if self._books is not None and isinstance(news, StoreNews):
-            self._books.take_in(news)
+        report = connector_output.kv_connector_worker_meta
+        if self._books is not None and isinstance(report, StoreReport):
+            self._books.take_in(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ends; its blocks are freed next, but for those that are held until they are saved."""
@@ -186,10 +186,10 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unsaved.pop(name, None)
         self._found.pop(name, None)
         if books is not None and _is_plain(request) and not books.loads_for(name):
-            # The last token that was drawn has no KV.
-            num_tokens = min(request.num_computed_tokens, request.num_tokens - bool(request.num_output_tokens))
-            use = Use(request.num_output_tokens, 0, request.num_prompt_tokens // self._size, -request.priority)
-            self._save(books, request, num_tokens, block_ids, use)
+            num_with_kv = request.num_tokens - bool(request.num_output_tokens)  # the last one drawn has none
+            num_blocks = request.num_prompt_tokens // self._size
+            use = Use(request.num_output_tokens, 0, num_blocks, -request.priority)
+            self._save(books, request, min(request.num_computed_tokens, num_with_kv), block_ids, use)
         self._prompts.pop(name, None)
         return False, None
 
@@ -235,7 +235,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StoreOrders):
+        if self._worker is not None and isinstance(connector_metadata, StoreMetadata):
             self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -257,7 +257,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        self._news = self._worker.news()
+        self._report = self._worker.report()
         finished, self._worker.finished = self._worker.finished, set()
         return None, finished or None
 
@@ -267,8 +267,8 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         failed, self._worker.failed = self._worker.failed, set()
         return failed
 
-    def build_connector_worker_meta(self) -> StoreNews | None:
-        return None if self._worker is None else self._news
+    def build_connector_worker_meta(self) -> StoreReport | None:
+        return None if self._worker is None else self._report
 
     def shutdown(self) -> None:
         if self._worker is not None:

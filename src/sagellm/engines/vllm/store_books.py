@@ -1,7 +1,7 @@
 """`StoreBooks`: which KV of a vLLM engine is in which tier, and what moves.
 
-In the scheduler's process. The bytes are in the workers (`store_worker.py`), which carry out the moves that
-`orders` gives and report their ends to `take_in`.
+In the scheduler's process. The bytes are in the workers (`store_worker.py`), which carry out the moves of
+`step_metadata` and report their ends to `take_in`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import SimpleExtent, Use
+from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_tiers import Buffer, ReadOutcome, StoredBlock
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build import make_policy
 from sagellm.engines.guests.settings import StoreSettings
-from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreNews, StoreOrders
+from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreMetadata, StoreReport
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MoveTarget
@@ -45,7 +45,7 @@ REGAINED = 1.05
 class StorageLink:
     """Implements `BlockStorage` for the books of a tier; the workers have the bytes.
 
-    `forgotten`: slots that the next step's orders name.
+    `forgotten`: slots that the next step's metadata names.
     """
 
     def __init__(self, num_slots: int, blocks: Sequence[StoredBlock]) -> None:
@@ -113,7 +113,7 @@ class _Speed:
 class StoreBooks:
     """The tiers below one vLLM engine, and the moves under way. For the scheduler's thread.
 
-    `pool` is vLLM's `BlockPool`. Until the first news of all `num_ranks` workers the books are not `is_open`,
+    `pool` is vLLM's `BlockPool`. Until the first report of all `num_ranks` workers the books are not `is_open`,
     and afterwards empty if these refuse. `num_dropped`: blocks that were not saved, since too many were
     under way.
     """
@@ -131,7 +131,7 @@ class StoreBooks:
         self._saves: dict[int, _Save] = {}
         self._loads: dict[int, _Load] = {}
         self._loading: dict[str, Tier] = {}
-        self._orders = StoreOrders()
+        self._metadata = StoreMetadata()
         self._num_moves = self._num_held = 0
         self._steps: dict[int, tuple[float, int]] = {}
         self._last_s = 0.0
@@ -165,9 +165,7 @@ class StoreBooks:
 
     # -- up
 
-    def find(
-        self, tokens: Tokens, namespace: Namespace, num_local: int, max_tokens: int
-    ) -> Found | None:
+    def find(self, tokens: Tokens, namespace: Namespace, num_local: int, max_tokens: int) -> Found | None:
         """The longest prefix of the nearest tier with it, if it has more than the device."""
         found, longest = None, num_local
         for tier in self.tiers:
@@ -238,7 +236,7 @@ class StoreBooks:
 
     def _move(self, plan: MigrationPlan, request_id: str = "") -> int:
         self._num_moves += 1
-        moves = self._orders.loads if request_id else self._orders.saves
+        moves = self._metadata.loads if request_id else self._metadata.saves
         moves.append(Move(self._num_moves, plan, request_id))
         return self._num_moves
 
@@ -247,10 +245,10 @@ class StoreBooks:
 
     # -- with each step
 
-    def orders(self, num_tokens: int) -> StoreOrders:
+    def step_metadata(self, num_tokens: int) -> StoreMetadata:
         """What the workers are to do with this step, in which the model computes so many tokens."""
-        step = self._orders.step
-        made, self._orders = self._orders, StoreOrders(step + 1)
+        step = self._metadata.step
+        made, self._metadata = self._metadata, StoreMetadata(step + 1)
         made.has_forward = num_tokens > 0
         for name, link in self._links.items():
             made.forgotten[name], link.forgotten = link.forgotten, []
@@ -258,15 +256,15 @@ class StoreBooks:
             self._steps[step] = self._clock.now(), num_tokens
         return made
 
-    def take_in(self, news: StoreNews) -> None:
+    def take_in(self, report: StoreReport) -> None:
         """What the workers report of a step."""
-        if news.opened is not None:
-            self._open(news.opened)
-        self._measure(news.step)
-        for name, fault in news.faults.items():
+        if report.opened is not None:
+            self._open(report.opened)
+        self._measure(report.step)
+        for name, fault in report.faults.items():
             if name in self._links:
                 self._links[name].fault = fault
-        for move_id, result in news.results.items():
+        for move_id, result in report.results.items():
             move = self._saves.get(move_id) or self._loads[move_id]
             move.result = result if move.result is None else move.result.merged(result)
             if move.result.num_ranks == self._num_ranks:
@@ -277,7 +275,9 @@ class StoreBooks:
         if step in self._steps:
             began_s, num_tokens = self._steps.pop(step)
             token_s = (now_s - max(began_s, self._last_s)) / num_tokens
-            self._speed.token_s = 0.8 * self._speed.token_s + 0.2 * token_s if self._speed.token_s else token_s
+            self._speed.token_s = (
+                0.8 * self._speed.token_s + 0.2 * token_s if self._speed.token_s else token_s
+            )
         self._last_s = now_s
 
     def _end(self, move_id: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from vllm import __version__
 from vllm.v1.kv_cache_interface import FullAttentionSpec, group_kernel_blocks
 
-from sagellm.core.errors import KVDataError, SageError
+from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.checkpoint import Checkpoint

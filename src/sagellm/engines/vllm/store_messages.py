@@ -1,7 +1,7 @@
 """What the two halves of `SageStoreConnector` send each other.
 
-The half in the scheduler sends a `StoreOrders` with each step. The half in each worker answers with a
-`StoreNews`; vLLM merges those of all workers.
+The half in the scheduler sends `StoreMetadata` with each step. The half in each worker answers with a
+`StoreReport`; vLLM merges those of all workers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Move:
 
 
 @dataclass
-class StoreOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """Of one step. `forgotten` slots hold nothing any more, before the moves begin.
+class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Goes to the workers with a step.
 
-    Loads begin before the model runs and saves after it. `has_forward`: whether the model runs at all.
+    `forgotten` slots hold nothing any more, before the moves begin. Loads begin before the model runs and saves after it. `has_forward`: whether the model runs at all.
     """
 
     step: int = 0
@@ -103,10 +103,10 @@ class OpenedStore:
 
 
 @dataclass
-class StoreNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Of one worker, or of several, with step number `step`.
+class StoreReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What one worker, or several, report of a step.
 
-    `faults`: why a tier's storage is not used any more.
+    `step`: its number. `faults`: why a tier's storage is not used any more.
     """
 
     step: int = 0
@@ -114,13 +114,13 @@ class StoreNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     results: dict[int, MoveResult] = field(default_factory=dict)
     faults: dict[Tier, str] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreNews:
-        """Called by vLLM with the news of another worker of the same step."""
-        assert isinstance(other, StoreNews)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreReport:
+        """Called by vLLM with the report of another worker of the same step."""
+        assert isinstance(other, StoreReport)
         opened = self.opened or other.opened
         if self.opened and other.opened:
             opened = self.opened.merged(other.opened)
         results = dict(self.results)
         for move_id, result in other.results.items():
             results[move_id] = results[move_id].merged(result) if move_id in results else result
-        return StoreNews(self.step, opened, results, {**other.faults, **self.faults})
+        return StoreReport(self.step, opened, results, {**other.faults, **self.faults})

@@ -1,4 +1,4 @@
-"""Counts of the store's tiers on the `/metrics` of vLLM, and in its periodic log line."""
+"""Counts of the store's tiers on the `/metrics` and in the log of vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ PREFIX = "sagellm_kv_tier_"
 
 @dataclass
 class StoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Of some steps, as `data`: by tier the counts of `COUNTERS`, misses by cause, the last `GAUGES`."""
+    """What tiers did in some steps.
+
+    `data`: by tier the counts of `COUNTERS`, misses by cause, and the last `GAUGES`.
+    """
 
     def reset(self) -> None:
         """Forget the counts."""

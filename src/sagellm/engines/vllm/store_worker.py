@@ -14,7 +14,7 @@ from sagellm.core.protocols.kv_tiers import BlockFormat, BlockStorage
 from sagellm.core.types import TOKEN_BYTES, Namespace
 from sagellm.engines.guests.settings import StoreSettings
 from sagellm.engines.vllm.store_format import DeviceBytes, block_format, refusal, rows_of
-from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreNews, StoreOrders
+from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreMetadata, StoreReport
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
@@ -45,7 +45,7 @@ class StoreWorker:
         self._migrator: KVMigrator | None = None
         self._storages: dict[Tier, BlockStorage] = {}
         self._moves: dict[int, Move] = {}
-        self._orders = StoreOrders()
+        self._metadata = StoreMetadata()
         self.finished: set[str] = set()
         self.failed: set[int] = set()
 
@@ -89,42 +89,42 @@ class StoreWorker:
 
     # -- with each step
 
-    def begin(self, orders: StoreOrders) -> None:
+    def begin(self, metadata: StoreMetadata) -> None:
         """Before the model runs: loads begin."""
-        self._orders = orders
-        for name, slots in orders.forgotten.items():
+        self._metadata = metadata
+        for name, slots in metadata.forgotten.items():
             if slots:
                 self._storages[name].forget(slots)
-        for move in orders.loads:
+        for move in metadata.loads:
             self._migrate(move)
 
     def end(self) -> None:
         """The model has run, or is in the device's queue: saves begin behind it."""
-        if self._orders.saves and self._data is not None:
+        if self._metadata.saves and self._data is not None:
             self._data.mark()
-        for move in self._orders.saves:
+        for move in self._metadata.saves:
             self._migrate(move)
-        if not self._orders.has_forward and self._migrator is not None and not self._migrator.is_idle:
+        if not self._metadata.has_forward and self._migrator is not None and not self._migrator.is_idle:
             self._migrator.wait(WAIT_S)
 
     def _migrate(self, move: Move) -> None:
         assert self._migrator is not None
         self._moves[self._migrator.migrate(move.plan)] = move
 
-    def news(self) -> StoreNews:
+    def report(self) -> StoreReport:
         """What has happened since the last call. It also fills `finished` and `failed`."""
-        news = StoreNews(self._orders.step, self._opened)
+        made = StoreReport(self._metadata.step, self._opened)
         self._opened = None
         if self._migrator is None:
-            return news
+            return made
         for report in self._migrator.poll():
             move = self._moves.pop(report.move_id)
-            news.results[move.move_id] = MoveResult.of(move.move_id, report)
+            made.results[move.move_id] = MoveResult.of(move.move_id, report)
             if move.request_id:
                 self.finished.add(move.request_id)
                 self.failed.update(move.plan.targets[0].block_ids[report.num_written.get(Tier.HBM, 0) :])
-        news.faults = {name: storage.fault for name, storage in self._storages.items() if storage.fault}
-        return news
+        made.faults = {name: storage.fault for name, storage in self._storages.items() if storage.fault}
+        return made
 
     def close(self) -> None:
         """Wait for what is being saved, and close the storages. Again: nothing happens."""
