@@ -107,7 +107,7 @@ def child(asked: dict[str, Any]) -> None:
     scheduler.update_from_output = timed(scheduler.update_from_output)
     params = SamplingParams(temperature=0.0, max_tokens=192 if decodes else NUM_OUTPUT, ignore_eos=True)
     answers: dict[str, list[int]] = {}
-    cached, steps, began_s, number = 0, [], time.perf_counter(), 0
+    cached, steps, began_s, began_cpu_s, number = 0, [], time.perf_counter(), time.process_time(), 0
     while number < len(sent) or engine.has_unfinished_requests():
         while number < len(sent) and engine.get_num_unfinished_requests() < asked["concurrency"]:
             engine.add_request(str(number), {"prompt_token_ids": sent[number]}, params)
@@ -118,12 +118,13 @@ def child(asked: dict[str, Any]) -> None:
                 answers[result.request_id] = list(result.outputs[0].token_ids)
                 cached += result.num_cached_tokens or 0
         steps.append(time.perf_counter() - step_s)
-    total_s = time.perf_counter() - began_s
+    total_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     print(
         "RESULT "
         + json.dumps(
             {
                 "total_s": total_s,
+                "cpu_s": cpu_s,
                 "step_s": statistics.median(steps[8:-8] or steps),
                 "scheduling_us": 1e6 * scheduling_s / len(steps),
                 "prompt_tokens": sum(map(len, sent)),
@@ -181,14 +182,15 @@ def main() -> None:
             rows[mode].append(measured(asked | {"mode": mode}))
     first = rows[modes[0]]
     for mode, found in rows.items():
-        total_s, step_s, scheduling_us = (
-            statistics.median(row[key] for row in found) for key in ("total_s", "step_s", "scheduling_us")
+        total_s, cpu_s, step_s, scheduling_us = (
+            statistics.median(row[key] for row in found)
+            for key in ("total_s", "cpu_s", "step_s", "scheduling_us")
         )
         ratio = total_s / statistics.median(row["total_s"] for row in first)
         cached = found[0]["cached_tokens"] / found[0]["prompt_tokens"]
         same = sum(map(list.__eq__, found[0]["answers"], first[0]["answers"]))
         print(
-            f"{mode}: {total_s:.1f} s ({ratio:.3f} of {modes[0]}),"
+            f"{mode}: {total_s:.1f} s ({ratio:.3f} of {modes[0]}), {cpu_s:.1f} s of CPU,"
             f" {cached:.1%} of {found[0]['prompt_tokens']:,} prompt tokens reused,"
             f" step {1e3 * step_s:.2f} ms, scheduling {scheduling_us:.0f} us a step,"
             f" {same} of {len(found[0]['answers'])} answers as {modes[0]}'s",

@@ -173,7 +173,9 @@ def serve(
     show_command: bool = flag("--show-command", "Print the command and run nothing.", False),
     sage: SageOptions,
 ) -> None:
-    """Serve a model with vLLM: our policy watches its prefix cache or decides, our store keeps KV below it.
+    """Serve a model with vLLM, with our eviction policy and our store of KV.
+
+    By default the policy only watches.
 
     Everything but the options below goes to vllm serve as it is.
     """

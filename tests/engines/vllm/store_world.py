@@ -8,13 +8,23 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -25,10 +35,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from sagellm.core.blocks import Tier
 from sagellm.engines.vllm import register
 from sagellm.engines.vllm.store import SageStoreConnector
 from sagellm.engines.vllm.store_books import StoreBooks
-from sagellm.engines.vllm.store_worker import StoreWorker
 from tests.peers.vllm_driver import MODEL
 
 SIZE, HEADS, DIM, LAYERS = 4, 2, 4, ("layer.0", "layer.1")
@@ -58,7 +68,13 @@ class World:
     """One engine, from its constructor until `close`."""
 
     def __init__(
-        self, model: str, config: dict[str, Any] | None, *, num_blocks: int = 40, asynchronous: bool = False
+        self,
+        model: str,
+        config: dict[str, Any] | None,
+        *,
+        num_blocks: int = 40,
+        asynchronous: bool = False,
+        ranks: int = 1,
     ) -> None:
         register()
         init_none_hash(sha256)
@@ -74,6 +90,7 @@ class World:
             ),
             cache_config=cache,
             device_config=DeviceConfig("cpu"),
+            parallel_config=ParallelConfig(tensor_parallel_size=ranks),
             kv_transfer_config=None if config is None else KVTransferConfig(**config),
         )  # fmt: skip
         cache.num_gpu_blocks = num_blocks + 1
@@ -88,16 +105,24 @@ class World:
             log_stats=True,
         )  # fmt: skip
         shape = (num_blocks + 1, HEADS, SIZE, 2 * DIM)
-        self.kv = {name: torch.full(shape, -1.0, dtype=torch.bfloat16) for name in LAYERS}
-        self.worker: Any = None
-        if config is not None:
-            self.worker = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv)
-            self.worker.register_kv_caches(self.kv)
+        self.kv: list[dict[str, torch.Tensor]] = []
+        self.workers: list[Any] = []
+        for rank in range(ranks):
+            self.kv.append({name: torch.full(shape, -1.0, dtype=torch.bfloat16) for name in LAYERS})
+            if config is not None:
+                of_rank = copy(vllm_config)
+                of_rank.parallel_config = copy(vllm_config.parallel_config)
+                of_rank.parallel_config.rank = rank
+                self.workers.append(KVConnectorFactory.create_connector(of_rank, KVConnectorRole.WORKER, kv))
+                self.workers[-1].register_kv_caches(self.kv[-1])
+        self._aggregator = KVOutputAggregator(ranks)
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 1 + asynchronous
         self.num_requests = self.num_computed = 0
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
+        self.counted: list[dict[str, Any]] = []
+        """What vLLM's scheduler sends to its server, step by step."""
 
     # -- one request after the other
 
@@ -138,35 +163,29 @@ class World:
             or not plan.num_scheduled_tokens
         ):
             while self._in_flight:
-                self.engine.update_from_output(*self._in_flight.popleft())
+                outputs = self.engine.update_from_output(*self._in_flight.popleft())
+                stats = [found.scheduler_stats for found in outputs.values() if found.scheduler_stats]
+                self.counted += [one.kv_connector_stats for one in stats if one.kv_connector_stats]
         if self.books is not None:
             self.books.check()
 
     def _execute(self, plan: Any) -> ModelRunnerOutput:
         counts = plan.num_scheduled_tokens
-        if self.worker is not None:
-            self.worker.handle_preemptions(plan.kv_connector_metadata)
-            self.worker.bind_connector_metadata(plan.kv_connector_metadata)
+        for worker in self.workers:
+            worker.handle_preemptions(plan.kv_connector_metadata)
+            worker.bind_connector_metadata(plan.kv_connector_metadata)
         drawn = [self._compute(self.requests[name], count) for name, count in counts.items()]
-        transfers = None
-        if self.worker is not None:
-            self.worker.start_load_kv(None)
-            self.worker.wait_for_save()
-            found = self.worker.get_transfer_results(plan.finished_req_ids)
-            transfers = KVConnectorOutput(
-                finished_sending=found.finished_sending,
-                finished_recving=found.finished_recving,
-                failed_recving=found.failed_recving,
-                invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-                kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-            )
-            self.worker.clear_connector_metadata()
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=list(counts),
             req_id_to_index={name: index for index, name in enumerate(counts)},
             sampled_token_ids=drawn,
-            kv_connector_output=transfers,
         )
+        if self.workers:
+            outputs = [copy(output) for _ in self.workers]
+            for worker, own in zip(self.workers, outputs, strict=True):
+                own.kv_connector_output = _transfers(worker, plan)
+            return self._aggregator.aggregate(outputs)
+        return output
 
     def _compute(self, request: Request, count: int) -> list[int]:
         """Read all KV in front, write that of the new tokens, draw a token behind the last one."""
@@ -174,10 +193,11 @@ class World:
         tokens = self._known(request)[:stop]
         (blocks,) = self.engine.kv_cache_manager.get_block_ids(request.request_id)
         chained, start = 0, stop - count
+        caches = [cache for of_rank in self.kv for cache in of_rank.values()]
         for position, token in enumerate(tokens):
             chained = hash((chained, token))
-            for number, name in enumerate(LAYERS):
-                row = self.kv[name][blocks[position // SIZE], :, position % SIZE].view(torch.int64)
+            for number, cache in enumerate(caches):
+                row = cache[blocks[position // SIZE], :, position % SIZE].view(torch.int64)
                 value = hash((chained, number))
                 if position < start:
                     assert bool((row == value).all()), f"{request.request_id}: wrong KV at {position}"
@@ -205,13 +225,12 @@ class World:
     def books(self) -> StoreBooks | None:
         return None if self.connector is None else self.connector._books
 
-    @property
-    def bytes(self) -> StoreWorker:
-        """The worker's half."""
-        found = _store_of(self.worker)
+    def storage(self, tier: Tier, rank: int = 0) -> Any:
+        """Where a worker keeps the bytes of a tier."""
+        found = _store_of(self.workers[rank])
         assert found is not None
         assert found._worker is not None
-        return found._worker
+        return found._worker._storages[tier]
 
     def counts(self, tier: str) -> dict[str, Any]:
         assert self.books is not None
@@ -231,9 +250,25 @@ class World:
             assert not self.connector._unsaved
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.engine.shutdown()
+
+
+def _transfers(worker: Any, plan: Any) -> KVConnectorOutput:
+    """What a worker does around the forward pass, and reports."""
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    found = worker.get_transfer_results(plan.finished_req_ids)
+    output = KVConnectorOutput(
+        finished_sending=found.finished_sending,
+        finished_recving=found.finished_recving,
+        failed_recving=found.failed_recving,
+        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
+    worker.clear_connector_metadata()
+    return output
 
 
 def _store_of(connector: Any) -> SageStoreConnector | None:

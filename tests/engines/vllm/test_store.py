@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import SageError
+from sagellm.engines.vllm.store import SageStoreConnector
+from sagellm.engines.vllm.store_stats import StoreMetrics
 from tests.engines.vllm.store_world import BLOCK_GB, World, conversations, store_config, write_folder
 
 pytestmark = pytest.mark.peer
@@ -88,9 +91,28 @@ def test_conversations_at_the_same_time(
     assert sum(tier.num_loaded for tier in one.books.tiers) > 0
 
 
-def damage_host(one: World, slot: int) -> None:
+@pytest.mark.parametrize("disk", [0, 150])
+def test_ranks_that_do_not_agree(world: Made, model: str, disk: int) -> None:
+    """A block is there if each rank has it; the damage is on one of them."""
+    one, rng = world(250, disk, num_blocks=60, ranks=2), random.Random(0)
+    for prompt in conversations(0, 60):
+        one.add(prompt, rng.randrange(1, 6))
+        while len(one.engine.requests) > 3:
+            one.step()
+        damage_host(one, rng.randrange(125), rank=1)
+    one.run()
+    one.check_idle()
+    assert one.counts("dram")["misses"]["other_tokens"] > 0
+    one.close()
+    if disk:
+        second = world(disk=disk, ranks=2, num_blocks=60)
+        second.ask(prompt)
+        assert second.counts("nvme")["loaded"] > 0
+
+
+def damage_host(one: World, slot: int, rank: int = 0) -> None:
     """The slot now has the hash of other tokens."""
-    storage: Any = one.bytes._storages[Tier.DRAM]
+    storage = one.storage(Tier.DRAM, rank)
     with storage._lock:
         if storage._hashes[slot] is not None:
             storage._hashes[slot] = bytes(32)
@@ -122,7 +144,7 @@ def test_a_damaged_block_is_computed_again(world: Made, tmp_path: Path) -> None:
     first.close()
     (slab,) = (tmp_path / "kv").rglob("slab*")
     data = bytearray(slab.read_bytes())
-    storage: Any = first.bytes._storages[Tier.NVME]
+    storage = first.storage(Tier.NVME)
     slot_bytes = storage._slab.slot_bytes
     for slot in (3, 17):
         data[slot * slot_bytes + 4096 + 5] ^= 1
@@ -147,7 +169,7 @@ def test_a_disk_that_fails_is_left_alone(
     def fails(*arguments: Any) -> Any:
         raise OSError(errno.EIO, "no such luck")
 
-    storage: Any = one.bytes._storages[Tier.NVME]
+    storage = one.storage(Tier.NVME)
     monkeypatch.setattr(storage._slab, "read", fails)
     assert fill(one) == answers
     assert "the disk tier is off" in caplog.text
@@ -207,6 +229,27 @@ def test_beside_our_eviction_policy(world: Made, model: str) -> None:
     assert queue.num_restarts == 0
     assert one.counts("dram")["loaded"] > 0
     one.close()
+
+
+def test_counts_on_metrics(world: Made) -> None:
+    one = world(host=60, disk=200)
+    fill(one)
+    fill(one)
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    shown = StoreMetrics(one.engine.vllm_config, kinds, ["engine"], {0: ["0"]})
+    for data in one.counted:
+        stats = SageStoreConnector.build_kv_connector_stats(data)
+        shown.observe(stats.data)
+    for tier in ("dram", "nvme"):
+        counts, labels = one.counts(tier), {"engine": "0", "tier": tier}
+        for name in ("stored", "loaded", "evicted"):
+            found = REGISTRY.get_sample_value(f"sagellm_kv_tier_{name}_blocks_total", labels)
+            assert found == counts[name]
+        assert REGISTRY.get_sample_value("sagellm_kv_tier_cached_blocks", labels) == counts["cached"]
+    total = SageStoreConnector.build_kv_connector_stats()
+    for data in one.counted:
+        total = total.aggregate(SageStoreConnector.build_kv_connector_stats(data))
+    assert total.reduce()["nvme stored"] == one.counts("nvme")["stored"] > 0
 
 
 WRONG = {

@@ -65,8 +65,8 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(f"kv_role {config.kv_role!r}: a store both saves and loads, use kv_both")
         if config.kv_load_failure_policy != "recompute":
             raise ConfigError(
-                f"kv_load_failure_policy {config.kv_load_failure_policy!r}: a block that does not verify would"
-                " end its request, use recompute"
+                f"kv_load_failure_policy {config.kv_load_failure_policy!r}: use recompute, or a block that"
+                " does not verify ends its request"
             )
         self._books: StoreBooks | None = None
         self._worker: StoreWorker | None = None
@@ -102,7 +102,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens of the prompt that come from the store; None until the workers have opened it."""
+        """Tokens that come from the store; None until the workers have opened it."""
         books = self._books
         if books is None or not _is_plain(request):
             return 0, False
@@ -130,7 +130,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has blocks: those behind its own are loaded, or it begins to run."""
+        """The request has blocks, and begins to load or to run."""
         found = self._found.pop(request.request_id, None)
         if self._books is None:
             return
@@ -181,7 +181,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._books.take_in(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ends; its blocks are freed next, but for those that are held until they are saved."""
+        """The request ends. Its blocks are freed next, except while they are saved."""
         name, books = request.request_id, self._books
         self._unsaved.pop(name, None)
         self._found.pop(name, None)
@@ -202,7 +202,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._books is not None and self._books.is_saving
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on until all is saved, so an idle engine holds no blocks."""
+        """Whether steps go on: until all is saved."""
         return self.has_pending_block_frees()
 
     def reset_cache(self) -> bool | None:
@@ -239,7 +239,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing: loads have begun with the step's metadata, before the model runs."""
+        """Nothing: loads have begun with the step's metadata."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no request runs before its load has ended."""

@@ -30,7 +30,7 @@ from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
 MAX_HELD_SHARE = 0.5
-"""Of the device's blocks, which saves may hold at a time. Beyond that, blocks are not saved."""
+"""Of the device's blocks, which several saves may hold at a time. Beyond that, blocks are not saved."""
 FIRST_BYTES_PER_S = 1e9
 """Assumed bandwidth of a tier from which nothing has been read yet."""
 LATENCY_S = 1e-3
@@ -75,7 +75,9 @@ class StorageLink:
 
 
 class Found(NamedTuple):
-    """The longest prefix that is worth loading. The device has its first `num_local` blocks."""
+    """A prefix that is worth loading.
+
+    The device has its first `num_local` blocks."""
 
     tier: KVTier
     hit: PrefixHit
@@ -113,9 +115,8 @@ class _Speed:
 class StoreBooks:
     """The tiers below one vLLM engine, and the moves under way. For the scheduler's thread.
 
-    `pool` is vLLM's `BlockPool`. Until the first report of all `num_ranks` workers the books are not `is_open`,
-    and afterwards empty if these refuse. `num_dropped`: blocks that were not saved, since too many were
-    under way.
+    `pool` is vLLM's `BlockPool`. The books are `is_open` from the first report of all `num_ranks` workers on.
+    If these refuse, they have no tiers.
     """
 
     def __init__(
@@ -136,7 +137,6 @@ class StoreBooks:
         self._steps: dict[int, tuple[float, int]] = {}
         self._last_s = 0.0
         self._speed = _Speed()
-        self.num_dropped = 0
 
     # -- opening
 
@@ -166,7 +166,9 @@ class StoreBooks:
     # -- up
 
     def find(self, tokens: Tokens, namespace: Namespace, num_local: int, max_tokens: int) -> Found | None:
-        """The longest prefix of the nearest tier with it, if it has more than the device."""
+        """The longest prefix in a tier, if it is longer than the device's.
+
+        Of equal ones that of the nearest tier."""
         found, longest = None, num_local
         for tier in self.tiers:
             hit = tier.lookup(tokens, namespace, max_tokens)
@@ -185,7 +187,7 @@ class StoreBooks:
         return is_worth
 
     def load(self, request_id: str, found: Found, block_ids: Sequence[int]) -> None:
-        """Fill these blocks of the device, which are the request's, with what was found behind its own."""
+        """Fill these blocks of a request with what was found behind its own."""
         source, first = found.tier.begin_load(found.hit), found.num_local
         stop = first + len(block_ids)
         slots = found.tier.index.block_ids(source)[first:stop]
@@ -197,7 +199,7 @@ class StoreBooks:
         self._loading[request_id] = found.tier.tier
 
     def loads_for(self, request_id: str) -> Tier | None:
-        """The tier from which blocks of a request are on their way, if they are."""
+        """The tier from which blocks of a request come, if any do."""
         return self._loading.get(request_id)
 
     # -- down
@@ -205,17 +207,17 @@ class StoreBooks:
     def save(
         self, tokens: Tokens, namespace: Namespace, block_ids: Sequence[int], use: Use | None = None
     ) -> None:
-        """Write what tiers lack of a path that is in these blocks once the step has run.
+        """Write what tiers lack of a path.
 
-        `use`: the request that ends with it; None: the request goes on.
+        It is in these blocks once the step has run. `use`: the request that ends with it; None: the request
+        goes on.
         """
         stores: dict[Tier, TierStore] = {}
-        has_room = self._num_held + len(block_ids) <= self._most_held
+        has_room = not self._num_held or self._num_held + len(block_ids) <= self._most_held
         for tier in self.tiers:
             store = tier.begin_store(tokens, namespace, len(block_ids), use=use, has_time=has_room)
             if store is not None:
                 stores[tier.tier] = store
-        self.num_dropped += 0 if has_room else len(block_ids)
         if not stores:
             return
         positions = sorted({position for store in stores.values() for position in store.positions})
@@ -246,7 +248,7 @@ class StoreBooks:
     # -- with each step
 
     def step_metadata(self, num_tokens: int) -> StoreMetadata:
-        """What the workers are to do with this step, in which the model computes so many tokens."""
+        """What the workers do with a step that computes so many tokens."""
         step = self._metadata.step
         made, self._metadata = self._metadata, StoreMetadata(step + 1)
         made.has_forward = num_tokens > 0

@@ -1,4 +1,4 @@
-"""What makes KV of two vLLM workers the same, and which models have a store."""
+"""Format of the KV of a vLLM worker, and which models have a store."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class DeviceBytes(PoolBytes):
 
 
 def rows_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
-    """The blocks of each layer as bytes [num_blocks, bytes of a block], by the layer's name.
+    """The KV of each layer as bytes [num_blocks, bytes of a block].
 
-    Layers that share their KV come once. Raises `KVDataError` where a block has gaps.
+    By the layer's name. Layers that share their KV come once. Raises `KVDataError` where a block has gaps.
     """
     rows: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -28,7 +28,8 @@ class Move:
 class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Goes to the workers with a step.
 
-    `forgotten` slots hold nothing any more, before the moves begin. Loads begin before the model runs and saves after it. `has_forward`: whether the model runs at all.
+    `forgotten` slots hold nothing any more, before the moves begin. Loads begin before the model runs and
+    saves after it. `has_forward`: whether the model runs at all.
     """
 
     step: int = 0
@@ -87,7 +88,7 @@ class OpenedStore:
     num_ranks: int = 1
 
     def merged(self, other: OpenedStore) -> OpenedStore:
-        """What both ranks have: a block counts if it is in the same slot of both."""
+        """What both ranks have: blocks that are in the same slot of both."""
         blocks = {}
         for tier, found in self.blocks.items():
             there = {(block.slot, block.token_hash) for block in other.blocks.get(tier, ())}

@@ -80,7 +80,8 @@ class StoreWorker:
         for name, size in sizes.items():
             if size and not slots[name]:
                 raise ConfigError(
-                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of {made.bytes_per_block:,} bytes"
+                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of"
+                    f" {made.bytes_per_block:,} bytes"
                 )
         if settings.disk_gb:
             self._storages[Tier.NVME] = DiskStorage(folder, slots["disk_gb"], made)
