@@ -209,7 +209,7 @@ class SageStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._books is None else self._books.clear()
 
     def get_kv_connector_stats(self) -> StoreStats | None:
-        """The counts of the tiers since the last step; None if they have not changed."""
+        """What the tiers did since the last step; None for nothing."""
         return None if self._books is None else self._tally.take([tier.state() for tier in self._books.tiers])
 
     @classmethod

@@ -30,7 +30,7 @@ from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
 MAX_HELD_SHARE = 0.5
-"""Of the device's blocks, which several saves may hold at a time. Beyond that, blocks are not saved."""
+"""Of the device's blocks, which saves of several ended requests may hold. What is beyond is not saved."""
 FIRST_BYTES_PER_S = 1e9
 """Assumed bandwidth of a tier from which nothing has been read yet."""
 LATENCY_S = 1e-3
@@ -86,10 +86,14 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Save:
-    """A path on its way down; `blocks` of the device are held until it ends."""
+    """A path on its way down; its `blocks` are held until then.
+
+    `num_held` of them no request has any more.
+    """
 
     blocks: list[Any]
     stores: dict[Tier, TierStore]
+    num_held: int
     result: MoveResult | None = None
 
 
@@ -213,7 +217,8 @@ class StoreBooks:
         goes on.
         """
         stores: dict[Tier, TierStore] = {}
-        has_room = not self._num_held or self._num_held + len(block_ids) <= self._most_held
+        num_held = 0 if use is None else len(block_ids)
+        has_room = not self._num_held or self._num_held + num_held <= self._most_held
         for tier in self.tiers:
             store = tier.begin_store(tokens, namespace, len(block_ids), use=use, has_time=has_room)
             if store is not None:
@@ -233,8 +238,8 @@ class StoreBooks:
         # All blocks in front are held too: they are freed in one go, so the device evicts the last one first.
         blocks = [self._pool.blocks[block_id] for block_id in block_ids[: positions[-1] + 1]]
         type(self._pool).touch(self._pool, blocks)  # not what `GuidedPool` has put in its place
-        self._num_held += len(blocks)
-        self._saves[self._move(plan)] = _Save(blocks, stores)
+        self._num_held += num_held
+        self._saves[self._move(plan)] = _Save(blocks, stores, num_held)
 
     def _move(self, plan: MigrationPlan, request_id: str = "") -> int:
         self._num_moves += 1
@@ -298,7 +303,7 @@ class StoreBooks:
                 if error and not tier.fault:
                     logger.warning("sageLLM: the tier %s is not used any more: %s", tier.tier, error)
                 tier.end_store(save.stores[tier.tier], result.num_written.get(tier.tier, 0), error)
-        self._num_held -= len(save.blocks)
+        self._num_held -= save.num_held
         type(self._pool).free_blocks(self._pool, reversed(save.blocks))
 
     def _loaded(self, load: _Load) -> None:
@@ -330,7 +335,7 @@ class StoreBooks:
         """Raise `BookkeepingError` where the books of tiers, moves and blocks disagree."""
         for tier in self.tiers:
             tier.check()
-        if self._num_held != sum(len(save.blocks) for save in self._saves.values()):
+        if self._num_held != sum(save.num_held for save in self._saves.values()):
             raise BookkeepingError(f"{self._num_held} blocks are noted as held by saves")
         if {load.request_id for load in self._loads.values()} != self._loading.keys():
             raise BookkeepingError("requests that wait and loads under way differ")
