@@ -60,8 +60,10 @@ def test_a_disk_after_kill_damage_and_with_other_weights(
     assert num_warm > num_cached + 9 * 96  # also the first turn of each session
     assert "blocks from before" in log
     assert "Recovered from KV load failure" in log
-    write_model(shape_named("tiny"), model, seed=1)
-    changed, num_changed, log = generated(model, config)
+    other = tmp_path / "other"
+    other.mkdir()
+    write_model(shape_named("tiny"), other, seed=1)
+    changed, num_changed, log = generated(other, config)
     assert changed != stock[0]
     assert num_changed == num_cached
     assert "starts empty" in log
