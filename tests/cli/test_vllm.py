@@ -13,6 +13,8 @@ from sagellm.cli.vllm import SCHEDULER
 
 OTHER = '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'
 
+FAILS = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}'
+
 
 def composed(cli: Any, *arguments: str) -> tuple[list[str], dict[str, Any]]:
     """The arguments of vLLM, and the connector's configuration among them."""
@@ -81,6 +83,29 @@ def test_a_multi_connector_gets_one_member_more(cli: Any) -> None:
     assert {**config, "kv_connector_extra_config": {**found, "connectors": members}} == other
 
 
+STORE = ["--sage-host-gb", "4", "--sage-disk-gb", "20", "--sage-dir", "/var/kv"]
+
+
+def test_a_store_runs_beside_the_policy(cli: Any) -> None:
+    _, config = composed(cli, *STORE)
+    assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
+    policy, store = config["kv_connector_extra_config"]["connectors"]
+    assert (policy["kv_connector"], store["kv_connector"]) == ("SageConnector", "SageStoreConnector")
+    extra = {"host_gb": 4.0, "disk_gb": 20.0, "dir": "/var/kv", "policy": "adaptive", "options": {}}
+    assert store["kv_connector_extra_config"] == extra
+
+
+def test_a_store_beside_another_connector(cli: Any) -> None:
+    _, config = composed(cli, "--kv-transfer-config", OTHER, *STORE)
+    members = config["kv_connector_extra_config"]["connectors"]
+    assert [each["kv_connector"] for each in members] == [
+        "NixlConnector",
+        "SageConnector",
+        "SageStoreConnector",
+    ]
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_consumer", "recompute")
+
+
 def test_a_strategy_brings_our_scheduler(cli: Any) -> None:
     words, _ = composed(cli, "--sage-strategy", "fair", "--additional-config", '{"a": 1}', "--seed", "3")
     assert words[3:8] == ["--seed", "3", "--scheduler-cls", SCHEDULER, "--additional-config"]
@@ -96,6 +121,13 @@ REFUSED = {
     "an option without a value": (["--sage-option", "speed"], "write KEY=VALUE"),
     "an option that vLLM's pool gives": (["--sage-option", "capacity=9"], "leave it out"),
     "a negative time": (["--sage-report-s", "-1"], "a number of seconds"),
+    "a disk without a folder": (["--sage-disk-gb", "1"], "belong together"),
+    "a folder without a size": (["--sage-dir", "/var/kv"], "set host_gb"),
+    "a negative size": (["--sage-host-gb", "-1"], "a number of GiB"),
+    "requests that fail with a block": (
+        ["--sage-host-gb", "1", "--kv-transfer-config", FAILS],
+        "must be recompute",
+    ),
     "no JSON": (["--kv-transfer-config", "{"], "is no JSON"),
     "a flag without its value": (["--kv-transfer-config"], "is no JSON"),
     "no object": (["--kv-transfer-config", "[]"], "write a JSON object"),

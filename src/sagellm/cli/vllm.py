@@ -15,6 +15,8 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 
 app = App(help="Our KV cache policies inside vLLM.")
 MULTI = "MultiConnector"
+FAILURES, RECOMPUTE = "kv_load_failure_policy", "recompute"
+"""What vLLM does with a request whose blocks were not loaded, and what it has to do with our store."""
 CONFIG_FLAG, ADDITIONAL_FLAG = "--kv-transfer-config", "--additional-config"
 SCHEDULER = "sagellm.engines.vllm.scheduler.SageScheduler"
 _MODE_HELP = "shadow: only tell what the policy would reuse; on: it decides, until it loses to LRU."
@@ -35,6 +37,9 @@ class SageOptions(OptionGroup):
     sage_hint: tuple[str, ...] = flag("KIND", _HINT_HELP, ())
     sage_strategy: str | None = flag("NAME", "Order requests by this strategy too; none: vLLM's order.")
     sage_report_s: float = flag("SECONDS", "Between two lines in the log; 0: none.", 300.0)
+    sage_host_gb: float = flag("GIB", "Keep KV in host memory too, at most so much.", 0.0)
+    sage_disk_gb: float = flag("GIB", "Keep KV on a disk too, at most so much.", 0.0)
+    sage_dir: str = flag("DIR", "Folder of the KV on disk.", "")
 
     def connector(self) -> dict[str, Any]:
         """The configuration of our connector. Raises `SageError` for what is not known."""
@@ -55,6 +60,21 @@ class SageOptions(OptionGroup):
             "kv_connector_module_path": "sagellm.engines.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": asdict(settings),
+        }
+
+    def store(self) -> dict[str, Any] | None:
+        """The configuration of our store, if it is wanted. Raises `SageError` for wrong sizes."""
+        from sagellm.engines.guests.settings import StoreSettings
+
+        if not self.sage_host_gb and not self.sage_disk_gb and not self.sage_dir:
+            return None
+        sizes = {"host_gb": self.sage_host_gb, "disk_gb": self.sage_disk_gb, "dir": self.sage_dir}
+        return {
+            "kv_connector": "SageStoreConnector",
+            "kv_connector_module_path": "sagellm.engines.vllm.store",
+            "kv_role": "kv_both",
+            FAILURES: RECOMPUTE,
+            "kv_connector_extra_config": asdict(StoreSettings.of(sizes)),
         }
 
     def scheduler(self) -> dict[str, Any] | None:
@@ -128,9 +148,15 @@ def combined(arguments: list[str], sage: SageOptions) -> list[str]:
     Beside another connector ours runs in a `MultiConnector`.
     """
     arguments, other = taken(arguments, CONFIG_FLAG)
-    ours, scheduler = sage.connector(), sage.scheduler()
+    ours, store, scheduler = sage.connector(), sage.store(), sage.scheduler()
     if other is not None:
         ours = beside(other, ours)
+    if store is not None:
+        if ours.get(FAILURES, RECOMPUTE) != RECOMPUTE:
+            raise ConfigError(
+                f"{CONFIG_FLAG}: with a store {FAILURES} must be {RECOMPUTE}, got {ours[FAILURES]!r}"
+            )
+        ours = {**beside(ours, store), FAILURES: RECOMPUTE}
     words = [CONFIG_FLAG, json.dumps(ours)]
     if scheduler is not None:
         arguments, additional = taken(arguments, ADDITIONAL_FLAG)
@@ -147,7 +173,9 @@ def serve(
     show_command: bool = flag("--show-command", "Print the command and run nothing.", False),
     sage: SageOptions,
 ) -> None:
-    """Serve a model with vLLM, whose prefix cache our policy watches or decides.
+    """Serve a model with vLLM, with our eviction policy and our store of KV.
+
+    By default the policy only watches.
 
     Everything but the options below goes to vllm serve as it is.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +45,7 @@ class GuestSettings:
             raise ConfigError(f"mode {made.mode!r}: use {' or '.join(MODES)}")
         if not isinstance(given.get("report_s", 0), int | float) or made.report_s < 0:
             raise ConfigError(f"report_s must be a number of seconds, got {made.report_s!r}")
-        if not isinstance(given.get("options", {}), dict):
-            raise ConfigError(f"options must be a mapping, got {made.options!r}")
-        if taken := sorted({"capacity", "clock", "seed", "model"} & made.options.keys()):
-            raise ConfigError(f"options: {', '.join(taken)} is given by the host's cache: leave it out")
-        make_policy(made.policy, capacity=1, clock=MonotonicClock(), **made.options)
+        _check_policy(made.policy, made.options)
         return made
 
 
@@ -79,3 +76,48 @@ class SchedulingSettings:
         made = cls(**given)
         open_passes(made.strategy, made.options)
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """KV below the host's device.
+
+    `host_gb` of host memory and `disk_gb` in the folder `dir`, in GiB, for all ranks of a model together;
+    `policy` and its `options` decide what each of them evicts.
+    """
+
+    host_gb: float = 0.0
+    disk_gb: float = 0.0
+    dir: str = ""
+    policy: str = "adaptive"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> StoreSettings:
+        """Raises `ConfigError` for what is not known, and for a store of no size."""
+        if unknown := sorted(given.keys() - {"host_gb", "disk_gb", "dir", "policy", "options"}):
+            raise ConfigError(
+                f"no setting {', '.join(unknown)} of the store; use host_gb, disk_gb, dir, policy, options"
+            )
+        for name in ("host_gb", "disk_gb"):
+            size = given.get(name, 0)
+            if type(size) not in {int, float} or not 0 <= size < math.inf:
+                raise ConfigError(f"{name} must be a number of GiB, got {size!r}")
+        if not isinstance(given.get("dir", ""), str):
+            raise ConfigError(f"dir must be the name of a folder, got {given['dir']!r}")
+        made = cls(**given)
+        if not made.host_gb and not made.disk_gb:
+            raise ConfigError("a store needs memory: set host_gb, or disk_gb and dir")
+        if bool(made.dir) != bool(made.disk_gb):
+            raise ConfigError("disk_gb and dir belong together: a size in GiB, and the folder for it")
+        _check_policy(made.policy, made.options)
+        return made
+
+
+def _check_policy(policy: str, options: Any) -> None:
+    """Raises `SageError` for a policy or an option that does not exist."""
+    if not isinstance(options, dict):
+        raise ConfigError(f"options must be a mapping, got {options!r}")
+    if taken := sorted({"capacity", "clock", "seed", "model"} & options.keys()):
+        raise ConfigError(f"options: {', '.join(taken)} is given by the host's cache: leave it out")
+    make_policy(policy, capacity=1, clock=MonotonicClock(), **options)

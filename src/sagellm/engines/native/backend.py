@@ -260,7 +260,7 @@ class NativeBackend:
 
     def kv_bytes(self) -> PoolBytes:
         """The KV pool's blocks as bytes, for tiers and transfers."""
-        return PoolBytes(self._kv)
+        return PoolBytes(self._kv.as_bytes())
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
         """Run one step. Rows take in the drawn tokens only after everything else has worked. Raises

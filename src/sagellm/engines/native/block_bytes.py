@@ -10,27 +10,27 @@ import numpy as np
 import torch
 
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.engines.native.kv_cache import PagedKV
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
 
 
 class PoolBytes:
-    """Implements `BlockBytes`. A block's bytes are those of each pool of `kv`, one behind the other.
+    """Implements `BlockBytes`. A block's bytes are its row in each pool, one behind the other.
 
-    In a CPU's memory numpy copies whole rows at the speed of memory; torch's indexing takes two to three
-    times as long. On a GPU the copies have a stream of their own, and are waited for.
+    `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
+    copies whole rows at the speed of memory; torch's indexing takes two to three times as long. On a GPU the
+    copies have a stream of their own, and are waited for.
     """
 
-    def __init__(self, kv: PagedKV) -> None:
-        self._pools = kv.as_bytes()
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        self._pools = pools
         self._spans = list(pairwise([0, *accumulate(pool.shape[1] for pool in self._pools)]))
         self.bytes_per_block = self._spans[-1][1]
-        self._device = kv.device
+        self._device = pools[0].device
         self._arrays: list[Rows] = []
         self._stream: torch.cuda.Stream | None = None
-        if kv.device.type == "cuda":
-            self._stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-CONNECTOR = "SageConnector"
-MODULE = "sagellm.engines.vllm.connector"
+CONNECTORS = {
+    "SageConnector": "sagellm.engines.vllm.connector",
+    "SageStoreConnector": "sagellm.engines.vllm.store",
+}
+"""Our connectors, and the modules that have them."""
 
 
 def register() -> None:
-    """Make the name `SageConnector` known to vLLM, once per process."""
+    """Make the names of our connectors known to vLLM, once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    for name, module in CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)

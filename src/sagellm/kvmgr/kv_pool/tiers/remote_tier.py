@@ -177,7 +177,7 @@ class RemoteTier(KVTier):
         """Nothing: the server is asked."""
         return 0
 
-    def state(self, num_held: int) -> TierState:
+    def state(self, num_held: int = 0) -> TierState:
         num_dropped = self.num_dropped + self._remote.num_lost
         return super().state(num_held)._replace(stored=self._remote.num_stored, dropped=num_dropped)
 

@@ -181,7 +181,7 @@ class KVTier:
             self.pool.hand_over(every, 0, len(every.block_ids), OWNER)
             self.pool.free(every)
 
-    def state(self, num_held: int) -> TierState:
+    def state(self, num_held: int = 0) -> TierState:
         """Its counts now; preempted requests hold `num_held` blocks."""
         misses = {outcome.value: count for outcome, count in self.misses.items()}
         counts = self.num_stored, self.num_loaded, self.num_evicted
