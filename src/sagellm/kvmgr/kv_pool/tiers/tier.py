@@ -208,7 +208,7 @@ class KVTier:
         return self.num_evicted - before
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
-        """Have so many slots free for the account, if its share and those of others allow it."""
+        """Have slots free for the account, as far as shares allow."""
         if self._quota is None:
             missing = min(num_blocks - self.pool.num_free, self.index.num_evictable)
             if missing > 0:
