@@ -61,7 +61,7 @@ class MoveResult:
 
     def merged(self, other: MoveResult) -> MoveResult:
         """What this rank and the others have done together."""
-        tiers = self.num_written.keys() & other.num_written.keys()
+        tiers = [tier for tier in self.num_written if tier in other.num_written]
         return MoveResult(
             self.move_id,
             min(self.num_read, other.num_read),
@@ -93,7 +93,7 @@ class OpenedStore:
         for tier, found in self.blocks.items():
             there = {(block.slot, block.token_hash) for block in other.blocks.get(tier, ())}
             blocks[tier] = [block for block in found if (block.slot, block.token_hash) in there]
-        tiers = self.num_slots.keys() & other.num_slots.keys()
+        tiers = [tier for tier in self.num_slots if tier in other.num_slots]  # the nearest first
         return OpenedStore(
             max(self.bytes_per_block, other.bytes_per_block),
             {tier: min(self.num_slots[tier], other.num_slots[tier]) for tier in tiers},
