@@ -94,9 +94,9 @@ def test_conversations_at_the_same_time(
 def test_ranks_that_do_not_agree(world: Made) -> None:
     """A block is there if each rank has it; one of them damages what it holds."""
     one = world(host=400, disk=400, ranks=2)
+    answers = fill(one)
     assert one.books is not None
     assert [tier.tier for tier in one.books.tiers] == [Tier.DRAM, Tier.NVME], "the nearest first"
-    answers = fill(one)
     for slot in range(5, 80, 10):
         damage_host(one, slot, rank=1)
     assert fill(one) == answers
