@@ -23,7 +23,7 @@ from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
-from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
@@ -94,7 +94,7 @@ class HierarchyManager:
         index: PrefixReuseIndex,
         arrivals: PrefixArrivals,
         tiers: Sequence[KVTier],
-        migrator: KVMigrator,
+        migrator: Migrator,
         costs: CostBenefitModel,
         bytes_per_block: int,
     ) -> None:
