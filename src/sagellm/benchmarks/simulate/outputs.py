@@ -183,9 +183,8 @@ _WORK: Mapping[str, _Column] = {
 }  # fmt: skip
 
 _TIERS: Mapping[str, _Column] = {
-    "KV waits": ("kv_waits", 1), "host blocks in": ("stored_blocks_dram", 1),
-    "out": ("loaded_blocks_dram", 1), "disk blocks in": ("stored_blocks_nvme", 1),
-    "back": ("loaded_blocks_nvme", 1),
+    "KV waits": ("kv_waits", 1), "from host": ("loaded_blocks_dram", 1),
+    "from disk": ("loaded_blocks_nvme", 1),
 }  # fmt: skip
 
 

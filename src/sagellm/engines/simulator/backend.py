@@ -84,7 +84,7 @@ class SimulatedBackend:
     def simulated_tiers(
         self, num_slots: Mapping[Tier, int], hashes_of: HashesOf
     ) -> tuple[Mapping[Tier, BlockStorage], Migrator]:
-        """Tiers of so many slots, and what moves blocks there, on this device and its clock.
+        """Tiers with so many slots, and what moves blocks to and from them.
 
         Each device of a tensor-parallel group moves its heads over its own PCIe link; they share the disk.
         """
@@ -103,7 +103,7 @@ class SimulatedBackend:
 
     @property
     def next_kv_report_s(self) -> float:
-        """When KV will next have moved to or from a lower tier; infinite if none is on its way."""
+        """When the next move of KV between tiers ends; infinite without any."""
         return math.inf if self._migrator is None else self._migrator.next_report_s
 
     def execute(self, plan: ExecutionPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""KV tiers of a simulated device: blocks move in simulated time, and nothing is stored.
+"""KV tiers of a simulated device: blocks move in simulated time, without bytes.
 
 `HierarchyManager`, tiers, indices and eviction policies are the real ones. `SimulatedMigrator` stands in for
 the threads of `KVMigrator`, and `SimulatedStorage` remembers only which block is in which slot.
@@ -21,7 +21,7 @@ from sagellm.kvmgr.kv_pool.tiers.migrator import CHUNK_BYTES, HashesOf, Migratio
 
 
 class SimulatedStorage:
-    """Implements `BlockStorage` without bytes: a slot has the hash of the block that was written to it."""
+    """Implements `BlockStorage` without bytes: a slot has the hash of its block."""
 
     fault: str | None = None
 
@@ -145,7 +145,7 @@ class SimulatedMigrator:
         return [self._report(move) for move in done]
 
     def wait(self, timeout_s: float) -> bool:
-        """Let time pass until the next move has ended; False if that takes longer than `timeout_s`."""
+        """Let time pass until the next move ends; False after `timeout_s`."""
         self._clock.advance_to(min(self.next_report_s, self._clock.now() + timeout_s))
         self._finish_due()
         return bool(self._done)
@@ -158,7 +158,7 @@ class SimulatedMigrator:
             self._finish_due()
 
     def check(self) -> None:
-        """Raise `BookkeepingError` unless each move is in one queue or done, and only heads have begun."""
+        """Raise `BookkeepingError` where moves, queues and pending bytes disagree."""
         queued = [move for queue in self._queues.values() for move in queue]
         known = sorted(move.report.move_id for move in (*queued, *self._done))
         if known != sorted(self._moves):
@@ -187,7 +187,7 @@ class SimulatedMigrator:
         return LATENCY_S + self._block_bytes * max(num_blocks / self._pcie, on_disk / self._nvme)
 
     def _finish_due(self) -> None:
-        """Take moves that have ended out of their queues; the next ones begin when these end."""
+        """Move what has ended from the queues to `_done`; the next ones begin."""
         now_s = self._clock.now()
         for queue in self._queues.values():
             while queue and queue[0].ends_s <= now_s:
@@ -197,7 +197,7 @@ class SimulatedMigrator:
                     self._begin(queue[0], ended.ends_s)
 
     def _report(self, move: _Move) -> MigrationReport:
-        """End a move: what it wrote is in its slots, what it read is verified."""
+        """End a move: fill its slots, verify what it read."""
         report, plan = move.report, move.report.plan
         del self._moves[report.move_id]
         self.num_pending_bytes -= len(plan.positions) * self._block_bytes
