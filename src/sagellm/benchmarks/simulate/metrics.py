@@ -159,7 +159,7 @@ def _work(
 
 
 def _tier_figures(instances: Sequence[Instance]) -> dict[str, int]:
-    """How often requests waited for KV from lower tiers, and the blocks written to each and brought back."""
+    """Waits of requests for KV, and blocks written to and loaded from each tier."""
     all_found = [instance.engine.diagnostics() for instance in instances]
     made = {"kv_waits": sum(found.num_kv_waits for found in all_found)}
     for tier in (Tier.DRAM, Tier.NVME):

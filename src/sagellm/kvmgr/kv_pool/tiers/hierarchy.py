@@ -120,7 +120,7 @@ class HierarchyManager:
         self._offer_to(self.tiers, hit, account, use)
 
     def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> int:
-        """Write what tiers lack of a path; returns the id of the move, 0 for none.
+        """Write what tiers lack of a path; returns the move's id, or 0.
 
         A tier into which the first of these blocks is being written is offered the path again behind that.
         """
