@@ -51,7 +51,7 @@ class KVWaits:
     def is_settled(self) -> bool:
         """Whether `advance` has nothing to do before a move has ended.
 
-        What ended while a preempted request was saved is covered: that request is to be asked for.
+        A move that ended while a preempted request was being saved is seen when that request is asked for.
         """
         return not self._to_ask and (bool(self._coming) or not self._no_room)
 

@@ -358,10 +358,11 @@ class HierarchyManager:
                 error = report.errors.get(tier.tier, "")
                 if error and not tier.fault:
                     log.warning("the tier %s is not used any more: %s", tier.tier, error)
-                tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)
-                if tier is not self._remote and tier.tier not in self._measured:  # a shared store has a queue
-                    reached = max(_bytes_per_s(report), self._bytes_per_s[tier.tier])
-                    self._bytes_per_s[tier.tier] = reached
+                num_written, name = report.num_written.get(tier.tier, 0), tier.tier
+                tier.end_store(store.stores[name], num_written, error)
+                if tier is not self._remote and name not in self._measured:  # a shared store has a queue
+                    reached = _bytes_per_s(num_written * self._block_bytes, report.spent_s)
+                    self._bytes_per_s[name] = max(self._bytes_per_s[name], reached)
         self._storing -= store.blocks
         self._index.unpin(store.hit, is_use=False)
         waiting, self._later = self._later, []
@@ -377,7 +378,7 @@ class HierarchyManager:
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
         self.arrivals.publish(load.arrival, report.num_written.get(Tier.HBM, 0))
-        if reached := _bytes_per_s(report):
+        if reached := _bytes_per_s(report.num_bytes, report.spent_s):
             before = self._bytes_per_s[load.tier.tier]
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
             self._measured.add(load.tier.tier)
@@ -450,14 +451,14 @@ class HierarchyManager:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
 
 
-def _bytes_per_s(report: MigrationReport) -> float:
+def _bytes_per_s(num_bytes: int, spent_s: float) -> float:
     """The bandwidth that a move reached; 0 if it was too small to say.
 
     At most twice what its whole time gives, since `LATENCY_S` is only assumed.
     """
-    if report.num_bytes < FEWEST_MEASURED_BYTES:
+    if num_bytes < FEWEST_MEASURED_BYTES:
         return 0.0
-    return report.num_bytes / max(report.spent_s - LATENCY_S, report.spent_s / 2, 1e-9)
+    return num_bytes / max(spent_s - LATENCY_S, spent_s / 2, 1e-9)
 
 
 def _extent(first: int, stop: int) -> SimpleExtent:
