@@ -33,3 +33,7 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: advance({seconds})")
         self._now_s += seconds
+
+    def advance_to(self, moment_s: float) -> None:
+        """Move forward to that moment, if it has not passed."""
+        self._now_s = max(self._now_s, moment_s)

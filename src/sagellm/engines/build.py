@@ -46,7 +46,7 @@ from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
-from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
+from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, Migrator
 from sagellm.kvmgr.kv_pool.tiers.remote import RemoteOptions, RemoteStore
 from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
@@ -184,16 +184,22 @@ def build_tiers(
     if not config.has_tiers:
         return None
     capability = backend.capability()
-    schema, source = capability.kv_schema, getattr(backend, "kv_bytes", None)
-    if reason := _no_tiers_because(config, capability, source):
+    schema, clock = capability.kv_schema, clock or MonotonicClock()
+    source, simulated = getattr(backend, "kv_bytes", None), getattr(backend, "simulated_tiers", None)
+    if reason := _no_tiers_because(config, capability, has_blocks=bool(source or simulated)):
         raise ConfigError(f"kv.host_gb, kv.disk_gb and kv.remote_url: {reason}; leave them out")
     assert schema is not None
-    assert source is not None
-    data, clock = source(), clock or MonotonicClock()
-    storages = _storages(config, BlockFormat.of(schema, data.bytes_per_block), schema.dtype, clock)
     costs, hashes_of = prefill_costs(capability), partial(_hashes_of, config.block_size)
-
-    def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:
+    storages: Mapping[Tier, BlockStorage]
+    migrator: Migrator
+    if source is None:
+        assert simulated is not None
+        block_bytes = schema.bytes_per_block
+        storages, migrator = simulated(_simulated_slots(config, block_bytes), hashes_of)
+    else:
+        data: BlockBytes = source()
+        block_bytes = data.bytes_per_block
+        storages = _storages(config, BlockFormat.of(schema, block_bytes), schema.dtype, clock)
         most, filters = config.max_save_gb_per_s, {}
         if Tier.NVME in storages and config.disk_min_uses > 1:
             filters[Tier.NVME] = AdmissionFilter(storages[Tier.NVME].num_slots, config.disk_min_uses)
@@ -201,6 +207,8 @@ def build_tiers(
             data, storages, hashes_of, block_size=config.block_size,
             max_bytes_per_s=most and most * 1e9, filters=filters,
         )  # fmt: skip
+
+    def made(index: PrefixReuseIndex, pool: KVPool) -> KVTiers:
         tiers: list[KVTier] = []
         for name, storage in storages.items():
             own = None if events is None else TierEvents(events, name)
@@ -210,13 +218,14 @@ def build_tiers(
                 FreeListPool(storage.num_slots, config.block_size, quota=quota),
             )
             if isinstance(storage, RemoteStorage):
+                assert isinstance(migrator, KVMigrator)
                 tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake, quota))
             else:
                 tiers.append(KVTier(name, *books, storage, quota))
             if num_blocks := tiers[-1].recover():
                 log.info("the tier %s has %d blocks from before", name, num_blocks)
         arrivals = PrefixArrivals(index, pool)
-        return HierarchyManager(index, arrivals, tiers, migrator, costs, data.bytes_per_block)
+        return HierarchyManager(index, arrivals, tiers, migrator, costs, block_bytes)
 
     return made
 
@@ -246,6 +255,18 @@ def _storages(
     return made
 
 
+def _simulated_slots(config: KVConfig, block_bytes: int) -> dict[Tier, int]:
+    """Slots of each configured tier, the nearest first. Raises `ConfigError` for what is not simulated."""
+    if config.remote_url or config.codec != "raw" or config.disk_min_uses > 1 or config.max_save_gb_per_s:
+        keys = "kv.remote_url, kv.codec, kv.disk_min_uses and kv.max_save_gb_per_s"
+        raise ConfigError(f"{keys} are not simulated: leave them out")
+    sizes = (
+        (Tier.DRAM, config.host_gb, "host_gb"),
+        (Tier.NVME, config.disk_gb, "disk_gb"),
+    )
+    return {tier: _slots(size, block_bytes, key) for tier, size, key in sizes if size}
+
+
 def remote_options(config: KVConfig) -> RemoteOptions | None:
     """Of the configured shared store; None without one.
 
@@ -269,12 +290,10 @@ def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
     return num_slots
 
 
-def _no_tiers_because(
-    config: KVConfig, capability: CapabilityDescriptor, source: Callable[[], BlockBytes] | None
-) -> str:
+def _no_tiers_because(config: KVConfig, capability: CapabilityDescriptor, *, has_blocks: bool) -> str:
     """Why KV of this model cannot go below the device; empty if it can."""
     schema = capability.kv_schema
-    if source is None or schema is None:
+    if schema is None or not has_blocks:
         return "this backend does not give its KV blocks as bytes"
     if not config.prefix_caching:
         return "without kv.prefix_caching there is nothing to keep"

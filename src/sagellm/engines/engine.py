@@ -225,6 +225,7 @@ class Engine:
             num_accepted_tokens=speculation.num_accepted if speculation else 0,
             checkpoints={} if kv.checkpoints is None else kv.checkpoints.counts(),
             tiers=() if kv.tiers is None else kv.tiers.states(),
+            num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
         )
 
     def capability(self) -> CapabilityDescriptor:

@@ -24,7 +24,8 @@ class KVWaits:
     Tiers are asked when the request begins to wait, so that its KV comes while it waits; when something has
     come, since a further one may have more; and when it is admitted, since the device may have evicted what
     it had. Other requests are planned meanwhile. For a request without room on the device the tiers are asked
-    again when another's KV has come; if none is coming, it computes its prompt.
+    again when another's KV has come; if none is coming, it computes its prompt. `num_waits`: how often
+    requests were held back so far.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
@@ -33,6 +34,7 @@ class KVWaits:
         self._no_room: list[RequestState] = []
         self._coming: dict[str, RequestState] = {}
         self._num_loads: Counter[str] = Counter()
+        self.num_waits = 0
 
     def add(self, state: RequestState) -> None:
         """The request waits, for the first time or again."""
@@ -44,6 +46,14 @@ class KVWaits:
         del self._num_loads[state.request_id]
         self._coming.pop(state.request_id, None)
         self._tiers.cancel(state.request_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `advance` has nothing to do before a move has ended.
+
+        A move that ended while a preempted request was being saved is seen when that request is asked for.
+        """
+        return not self._to_ask and (bool(self._coming) or not self._no_room)
 
     def advance(self, *, start: bool, again: bool = True) -> None:
         """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
@@ -90,6 +100,7 @@ class KVWaits:
             comes = True
         if comes and state.status is RequestStatus.WAITING:
             self._table.wait_for_kv(state)
+            self.num_waits += 1
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.benchmarks.simulate.hardware import Hardware
-from sagellm.benchmarks.simulate.instance import InstanceClock
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, TraceRequest
+from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.config_layers import given_layer, resolve
 from sagellm.core.plan import ExecutionPlan, StepResult
@@ -28,7 +28,7 @@ StepTime = Callable[[ExecutionPlan], float]
 class FixedStepBackend:
     """Every step takes what `step_s` says of its plan, and every token drawn for a row is its number."""
 
-    def __init__(self, clock: InstanceClock, config: Config, num_blocks: int, step_s: StepTime) -> None:
+    def __init__(self, clock: ManualClock, config: Config, num_blocks: int, step_s: StepTime) -> None:
         schema = KVCacheSchema(1, 1, 1, "int8", config.kv.block_size, "none")
         self._capability = CapabilityDescriptor(
             "stand-in", "int8", VOCAB, num_blocks * config.kv.block_size, num_blocks, config.kv.block_size,
@@ -74,7 +74,7 @@ class StandIn(Hardware):
     def num_blocks(self, config: Config) -> int:
         return self.blocks
 
-    def backend(self, clock: InstanceClock, config: Config) -> InferenceBackend:
+    def backend(self, clock: ManualClock, config: Config) -> InferenceBackend:
         return FixedStepBackend(clock, config, self.blocks, self.step_s)
 
     def described(self) -> dict[str, Any]:

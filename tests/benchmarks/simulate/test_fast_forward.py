@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.benchmarks.simulate.cluster import Cluster
-from sagellm.benchmarks.simulate.hardware import hardware
+from sagellm.benchmarks.simulate.hardware import Hardware, hardware
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, build_cluster
 from sagellm.benchmarks.simulate.workload import Arrivals, RequestMaker, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace
@@ -28,6 +28,8 @@ from tests.benchmarks.simulate.stand_in import config, request, trace
 from tests.effort import usual
 
 MACHINE = hardware("l4", "llama-3.2-1b")
+SLOW = hardware("l4", "llama-3.1-8b")
+"""Computing is slower there than loading from host memory, for prompts of these tests too."""
 COLUMNS = ("ends_s", "durations_s", "prefill_tokens", "decode_tokens", "running", "waiting", "num_recomputed")
 TOLD = (RequestScheduled, RequestPreempted, RequestFinished)
 AS_VLLM = {"scheduler__strategy": "vllm-like", "kv__index_as_computed": True}
@@ -46,10 +48,17 @@ class Story(NamedTuple):
     blocks: Any
     forwarded: Counter[bool]
     chunked: int
+    loaded: int
 
 
 def run(
-    chosen: Config, made: Trace, *, at_once: bool, rate: float = 60.0, until_s: float = float("inf")
+    chosen: Config,
+    made: Trace,
+    *,
+    at_once: bool,
+    rate: float = 60.0,
+    until_s: float = float("inf"),
+    machine: Hardware = MACHINE,
 ) -> Story:
     forwarded: Counter[bool] = Counter()
     prefills: list[Prefill] = []
@@ -64,18 +73,21 @@ def run(
         return done
 
     spec = WorkloadSpec(Arrivals("bursty", rate=rate), high_priority_share=0.3)
-    work = workload(made, spec, MACHINE.max_model_len(chosen))
-    cluster = build_cluster(chosen, MACHINE, ClusterLayout())
+    work = workload(made, spec, machine.max_model_len(chosen))
+    cluster = build_cluster(chosen, machine, ClusterLayout())
     events = listen(cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "fast_forward", counting if at_once else lambda self, until_s: None)
         served = cluster.run(
-            work, RequestMaker(work, MACHINE.cost_model.model.vocab_size, SLO(0.3, 0.02)), until_s
+            work, RequestMaker(work, machine.cost_model.model.vocab_size, SLO(0.3, 0.02)), until_s
         )
     [one] = cluster.instances
     one.engine.check()
     columns = {name: getattr(one.step_log, name) for name in COLUMNS}
-    return Story(served, events, columns, one.engine.kv.block_states(), forwarded, len(prefills))
+    found = one.engine.diagnostics()
+    columns["tiers"], columns["kv_waits"] = found.tiers, found.num_kv_waits
+    loaded = sum(tier.loaded for tier in found.tiers)
+    return Story(served, events, columns, one.engine.kv.block_states(), forwarded, len(prefills), loaded)
 
 
 def listen(cluster: Cluster) -> list[Any]:
@@ -175,6 +187,23 @@ def test_a_request_that_waited_long_is_admitted_in_the_same_step() -> None:
     assert both(chosen, blocked()).forwarded[True] > 20
 
 
+@pytest.mark.parametrize("host_gb", [0.02, 0.5])
+@pytest.mark.parametrize(("strategy", "kind"), usual(list(zip(NAMES, cycle(KINDS))), product(NAMES, KINDS)))
+def test_kv_that_moves_between_tiers(strategy: str, kind: str, host_gb: float) -> None:
+    """In the small host tier blocks are evicted too."""
+    options = {"admission": {"default_output": 5}} if strategy == "adaptive" else {}
+    chosen = config(
+        kv__num_blocks=30,
+        kv__host_gb=host_gb,
+        scheduler__strategy=strategy,
+        scheduler__max_batched_tokens=64,
+        scheduler__pass_options=options,
+    )
+    story = both(chosen, KINDS[kind], machine=SLOW)
+    assert story.forwarded
+    assert story.loaded > 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_whatever_comes(data: st.DataObject) -> None:
@@ -199,8 +228,15 @@ def test_whatever_comes(data: st.DataObject) -> None:
         kv__num_blocks=draw(st.integers(26, 60)),
         kv__index_as_computed=draw(st.booleans()),
         kv__eviction=draw(st.sampled_from(["lru", "adaptive"])),
+        kv__host_gb=draw(st.sampled_from([0.0, 0.01, 0.1])),
+        kv__disk_gb=draw(st.sampled_from([0.0, 0.1])),
+        kv__dir="nothing is written",
     )
     story = both(
-        chosen, made, rate=draw(st.sampled_from([5.0, 60.0])), until_s=draw(st.sampled_from([0.3, 1e9]))
+        chosen,
+        made,
+        rate=draw(st.sampled_from([5.0, 60.0])),
+        until_s=draw(st.sampled_from([0.3, 1e9])),
+        machine=draw(st.sampled_from([MACHINE, SLOW])),
     )
     assert len(story.served) == count

@@ -33,6 +33,8 @@ from sagellm.engines.config_file import read_config_file
 
 SIZES: Mapping[str, Any] = {"scheduler.max_num_seqs": 1024, "scheduler.max_batched_tokens": 8192}
 """Defaults below every preset, so that presets without sizes are compared at the same ones."""
+NO_FOLDER = "nothing is written"
+"""In place of `kv.dir`, which a disk tier needs elsewhere."""
 Say = Callable[[str], None]
 """Called with a description before each simulation."""
 
@@ -44,7 +46,11 @@ def preset_config(name: str, settings: Mapping[str, Any] | None = None) -> Confi
     if name not in PRESETS:
         known = ", ".join(PRESETS)
         raise UnknownNameError(f"unknown preset {name!r}.{nearest(name, PRESETS)} There are: {known}.")
-    layers = [Layer("simulation", SIZES), preset_layer(name), given_layer(settings or {}, "settings")]
+    layers = [
+        Layer("simulation", {**SIZES, "kv.dir": NO_FOLDER}),
+        preset_layer(name),
+        given_layer(settings or {}, "settings"),
+    ]
     return resolve(layers).config
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.simulate.instance import InstanceClock
+from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.engine import InferenceBackend
@@ -35,7 +35,7 @@ class Hardware:
     def num_blocks(self, config: Config) -> int:
         return configured_blocks(self.cost_model, config)
 
-    def backend(self, clock: InstanceClock, config: Config) -> InferenceBackend:
+    def backend(self, clock: ManualClock, config: Config) -> InferenceBackend:
         return configured_backend(self.cost_model, config, clock)
 
     def described(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sagellm.kvmgr.manager import KVCacheManager
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""
 Role = Literal["both", "prefill", "decode"]
-BackendFactory = Callable[["InstanceClock", Config], InferenceBackend]
+BackendFactory = Callable[[ManualClock, Config], InferenceBackend]
 """Makes the backend of an instance, which advances that clock by the duration of each step."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
 PATIENCE_S = 120.0
@@ -169,21 +169,13 @@ class TokenTimes:
         return np.concatenate(parts) if parts else np.empty(0)
 
 
-class InstanceClock(ManualClock):
-    """A manual clock that can also be set to a moment."""
-
-    def advance_to(self, moment_s: float) -> None:
-        """Moves forward to that moment, if it has not passed."""
-        self._now_s = max(self._now_s, moment_s)
-
-
 class Instance:
     """An engine, its role and its log. `ended` holds finish events until they are taken."""
 
     def __init__(self, name: str, config: Config, backend: BackendFactory, role: Role = "both") -> None:
         self.name = name
         self.role = role
-        self.clock = InstanceClock()
+        self.clock = ManualClock()
         events = EventBus()
         self.engine = build_engine(config, backend(self.clock, config), clock=self.clock, events=events)
         self.step_log = StepLog()
@@ -241,6 +233,7 @@ class Instance:
 
     def _step(self, next_event_s: float) -> None:
         engine, step_log, number = self.engine, self.step_log, len(self.step_log)
+        began_s = self.clock.now()
         self.outputs = engine.step()
         if len(step_log) > number:
             plan = engine.last_plan
@@ -249,7 +242,7 @@ class Instance:
             self.token_times.observe(number, plan)
             if self._idle_s:
                 self.wake()
-        elif not self.outputs:
+        elif not self.outputs and self.clock.now() == began_s:  # else it has waited for KV
             self._pause(next_event_s)
 
     def _pause(self, next_event_s: float) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sagellm.benchmarks.simulate.cluster import RequestOutcome, ServedRequest
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.workload import SimulatedWorkload
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError, ConfigError
 
 Floats = NDArray[np.float64]
@@ -153,7 +154,19 @@ def _work(
         "utilisation": _per(computing_s, len(instances) * span_s),
         "batch_efficiency": _efficiency(instances, loaded=False),
         "batch_efficiency_loaded": _efficiency(instances, loaded=True),
+        **_tier_figures(instances),
     }
+
+
+def _tier_figures(instances: Sequence[Instance]) -> dict[str, int]:
+    """Waits of requests for KV, and blocks written to and loaded from each tier."""
+    all_found = [instance.engine.diagnostics() for instance in instances]
+    made = {"kv_waits": sum(found.num_kv_waits for found in all_found)}
+    for tier in (Tier.DRAM, Tier.NVME):
+        states = [state for found in all_found for state in found.tiers if state.tier is tier]
+        made[f"stored_blocks_{tier}"] = sum(state.stored for state in states)
+        made[f"loaded_blocks_{tier}"] = sum(state.loaded for state in states)
+    return made
 
 
 def _efficiency(instances: Sequence[Instance], *, loaded: bool) -> float | None:

@@ -156,8 +156,9 @@ def tables(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list
     goodput: Mapping[str, _Column] = {
         f"{slo.ttft_s:g} s, {slo.tpot_ms:g} ms": (f"goodput_{slo.name}", 1) for slo in slos
     }
+    work = {**_WORK, **_TIERS} if any(result.config.kv.has_tiers for result in results) else _WORK
     tables = []
-    for title, columns in (("latency", _LATENCY), ("goodput, requests/s", goodput), ("work", _WORK)):
+    for title, columns in (("latency", _LATENCY), ("goodput, requests/s", goodput), ("work", work)):
         cells = [*((name, 1) for name in names), *columns.values()]
         rows = [[_cell(row[name], factor) for name, factor in cells] for row in map(as_row, results)]
         tables.append(Table(title, (*names, *columns), rows, len(names)))
@@ -179,6 +180,11 @@ _WORK: Mapping[str, _Column] = {
     "re-prefill %": ("reprefill_ratio", 100), "busy %": ("utilisation", 100),
     "batch %": ("batch_efficiency", 100), "loaded %": ("batch_efficiency_loaded", 100),
     "per M out": ("cost_per_million_output_tokens", 1), "simulated/s": ("requests_per_wall_s", 1),
+}  # fmt: skip
+
+_TIERS: Mapping[str, _Column] = {
+    "KV waits": ("kv_waits", 1), "from host": ("loaded_blocks_dram", 1),
+    "from disk": ("loaded_blocks_nvme", 1),
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class EngineDiagnostics:
     `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
     `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
-    the device, the nearest first.
+    the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class EngineDiagnostics:
     num_accepted_tokens: int = 0
     checkpoints: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[TierState] = ()
+    num_kv_waits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class InferenceBackend(Protocol):
     The plug-in is a factory: called with the `config` and, if it has parameters of these names, the engine's
     `clock` and a `progress`; other parameters are `engine.backend_options`. A backend with an attribute
     `engine_type`, a subclass of `Engine`, is run by that. `expert_rows()`, where a backend has it, gives
-    `EngineDiagnostics.expert_rows`.
+    `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
+    `simulated_tiers`, as `SimulatedBackend` has it.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.

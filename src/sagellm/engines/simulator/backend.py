@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
-from sagellm.core.blocks import cdiv
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult, accepted_length
+from sagellm.core.protocols.kv_tiers import BlockStorage
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import GIB, device
 from sagellm.engines.simulator.fast_forward import SimulatedEngine
 from sagellm.engines.simulator.models import ModelShape, model
+from sagellm.engines.simulator.tiers import SimulatedMigrator, SimulatedStorage
+from sagellm.kvmgr.kv_pool.tiers.migrator import HashesOf, Migrator
 
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
@@ -68,6 +72,7 @@ class SimulatedBackend:
         self._tokens: dict[int, int] = {}
         self._wants_logprobs: set[int] = set()
         self._next = StepShape()
+        self._migrator: SimulatedMigrator | None = None
 
     def capability(self) -> CapabilityDescriptor:
         return self._capability
@@ -75,6 +80,31 @@ class SimulatedBackend:
     def get_kv_schema(self) -> KVCacheSchema:
         assert self._capability.kv_schema is not None
         return self._capability.kv_schema
+
+    def simulated_tiers(
+        self, num_slots: Mapping[Tier, int], hashes_of: HashesOf
+    ) -> tuple[Mapping[Tier, BlockStorage], Migrator]:
+        """Tiers with so many slots, and what moves blocks to and from them.
+
+        Each device of a tensor-parallel group moves its heads over its own PCIe link; they share the disk.
+        """
+        storages = {tier: SimulatedStorage(count) for tier, count in num_slots.items()}
+        device, model = self.cost_model.device, self.cost_model.model
+        num_links = min(self.cost_model.tensor_parallel, model.num_kv_heads)
+        self._migrator = SimulatedMigrator(
+            storages,
+            hashes_of,
+            self.clock,
+            bytes_per_block=self.get_kv_schema().bytes_per_block,
+            pcie=num_links * device.pcie,
+            nvme=device.nvme,
+        )
+        return storages, self._migrator
+
+    @property
+    def next_kv_report_s(self) -> float:
+        """When the next move of KV between tiers ends; infinite without any."""
+        return math.inf if self._migrator is None else self._migrator.next_report_s
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
         for join in plan.joined:

@@ -81,12 +81,17 @@ class SimulatedEngine(Engine):
 
         All running requests decode in these steps, or all but one, whose prompt is computed beside them.
         They end with the step in which the first request finishes, or before the first step that is not
-        equal. Intermediate tokens are not reported. Requests that finish in the last step end normally.
+        equal, such as the first one that finds KV moved to or from a lower tier. Intermediate tokens are not
+        reported. Requests that finish in the last step end normally.
         """
         table = self._request_table
         possible = len(table.decodes) and len(table.prefilling) <= 1 and self.kv.is_regular
         if not possible or self._worker or self._outputs or self.speculation is not None:
             return None
+        if self._kv_waits is not None:
+            if not self._kv_waits.is_settled:
+                return None
+            until_s = min(until_s, self.backend.next_kv_report_s)
         draft = self._planner.draft(self._num_steps)
         stability = joint_stability(self.scheduler.order, draft, self.view)
         if stability is None:

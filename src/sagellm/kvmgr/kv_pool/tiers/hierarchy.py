@@ -23,7 +23,7 @@ from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
-from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
@@ -31,7 +31,7 @@ log = logging.getLogger("sagellm.tiers")
 MAX_PENDING_BYTES = 1 << 30
 """Bytes of all moves under way, beyond which nothing more is saved."""
 FIRST_BYTES_PER_S = 1e9
-"""Assumed bandwidth of a tier from which nothing has been read yet."""
+"""Assumed bandwidth of a tier from which nothing has been read yet, unless writing to it was faster."""
 LATENCY_S = 1e-3
 """Assumed time of a load before its first byte."""
 FEWEST_MEASURED_BYTES = 1 << 20
@@ -39,7 +39,7 @@ FEWEST_MEASURED_BYTES = 1 << 20
 MAX_HELD_SHARE = 0.5
 """Share of a tier that preempted requests may hold together."""
 REGAINED = 1.05
-"""Each load that is refused raises the assumed bandwidth of its tier by this factor, up to
+"""Each load that is refused raises the assumed bandwidth of its tier by this factor, if it is below
 `FIRST_BYTES_PER_S`, so that a tier that was slow once is tried again."""
 
 
@@ -94,7 +94,7 @@ class HierarchyManager:
         index: PrefixReuseIndex,
         arrivals: PrefixArrivals,
         tiers: Sequence[KVTier],
-        migrator: KVMigrator,
+        migrator: Migrator,
         costs: CostBenefitModel,
         bytes_per_block: int,
     ) -> None:
@@ -108,6 +108,7 @@ class HierarchyManager:
         self._move_of: dict[str, int] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._bytes_per_s = {tier.tier: FIRST_BYTES_PER_S for tier in tiers}
+        self._measured: set[Tier] = set()
         self._came: list[str] = []
         self._remote = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
 
@@ -313,7 +314,8 @@ class HierarchyManager:
         load_s = self._load_s(tier.tier, stop - first, latency_s)
         is_worth = load_s < self._costs.recompute_s(_extent(first, stop))
         if not is_worth:
-            self._bytes_per_s[tier.tier] = min(REGAINED * self._bytes_per_s[tier.tier], FIRST_BYTES_PER_S)
+            before = self._bytes_per_s[tier.tier]
+            self._bytes_per_s[tier.tier] = max(before, min(REGAINED * before, FIRST_BYTES_PER_S))
             if isinstance(tier, RemoteTier):
                 tier.ask_s /= REGAINED
         return is_worth
@@ -363,7 +365,11 @@ class HierarchyManager:
                     tier.num_refused += num_wanted - report.num_admitted[tier.tier]
                 if error and not tier.fault:
                     log.warning("the tier %s is not used any more: %s", tier.tier, error)
-                tier.end_store(store.stores[tier.tier], report.num_written.get(tier.tier, 0), error)
+                num_written, name = report.num_written.get(tier.tier, 0), tier.tier
+                tier.end_store(store.stores[name], num_written, error)
+                if tier is not self._remote and name not in self._measured:  # a shared store has a queue
+                    reached = _bytes_per_s(num_written * self._block_bytes, report.spent_s)
+                    self._bytes_per_s[name] = max(self._bytes_per_s[name], reached)
         self._storing -= store.blocks
         self._index.unpin(store.hit, is_use=False)
         waiting, self._later = self._later, []
@@ -379,10 +385,10 @@ class HierarchyManager:
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
         self.arrivals.publish(load.arrival, report.num_written.get(Tier.HBM, 0))
-        if report.num_bytes >= FEWEST_MEASURED_BYTES:
-            reached = report.num_bytes / max(report.spent_s - LATENCY_S, 1e-9)
+        if reached := _bytes_per_s(report.num_bytes, report.spent_s):
             before = self._bytes_per_s[load.tier.tier]
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
+            self._measured.add(load.tier.tier)
 
     def give_way(self) -> bool:
         self.start_loads()  # so that these end by a report, too
@@ -419,7 +425,7 @@ class HierarchyManager:
         return [f"{tier.tier}: {tier.fault}" for tier in self.tiers if tier.fault]
 
     def bandwidths(self) -> Mapping[Tier, float]:
-        """Bytes per second that recent loads from each tier reached."""
+        """Bytes per second that loads from each tier are taken to reach."""
         return dict(self._bytes_per_s)
 
     def clear(self) -> int:
@@ -450,6 +456,16 @@ class HierarchyManager:
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
+
+
+def _bytes_per_s(num_bytes: int, spent_s: float) -> float:
+    """The bandwidth that a move reached; 0 if it was too small to say.
+
+    At most twice what its whole time gives, since `LATENCY_S` is only assumed.
+    """
+    if num_bytes < FEWEST_MEASURED_BYTES:
+        return 0.0
+    return num_bytes / max(spent_s - LATENCY_S, spent_s / 2, 1e-9)
 
 
 def _extent(first: int, stop: int) -> SimpleExtent:

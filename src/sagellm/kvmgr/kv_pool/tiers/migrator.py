@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
@@ -87,6 +88,37 @@ class MigrationReport:
     is_cancelled: bool = False
 
 
+class Migrator(Protocol):
+    """Carries out migration plans beside the steps. For one thread.
+
+    `num_pending_bytes`: of the moves that have not been reported.
+    """
+
+    num_pending_bytes: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every report has been polled."""
+
+    def migrate(self, plan: MigrationPlan) -> int:
+        """Begin to carry out a plan; returns the id that its report will have."""
+
+    def cancel(self, move_id: int) -> None:
+        """Stop a move at its next chunk. Its report still comes. Unknown ids are ignored."""
+
+    def abandon(self, move_id: int) -> MigrationReport:
+        """End a load now; returns its report, which `poll` does not return any more."""
+
+    def poll(self) -> list[MigrationReport]:
+        """The reports since the last call; each ends its move. Never waits."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to poll; False after `timeout_s`."""
+
+    def close(self) -> None:
+        """Cancel what is under way, and wait for its end. The reports can be polled."""
+
+
 @dataclass(slots=True)
 class _Move:
     """A plan under way. Its thread fills the report, and sets `began_s`."""
@@ -97,7 +129,7 @@ class _Move:
 
 
 class KVMigrator:
-    """Owns the worker threads and their buffers. `migrate`, `cancel`, `poll`, `wait` are for one thread.
+    """Implements `Migrator`: owns the worker threads and their buffers.
 
     `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
     down, so that it leaves memory bandwidth to the engine; None: no bound. `filters`: of tiers that do not
@@ -134,11 +166,9 @@ class KVMigrator:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every report has been polled."""
         return not self._moves
 
     def migrate(self, plan: MigrationPlan) -> int:
-        """Begin to carry out a plan; returns the id that its report will have."""
         self._num_moves += 1
         move_id = self._num_moves
         move = self._moves[move_id] = _Move(MigrationReport(move_id, plan))
@@ -147,7 +177,6 @@ class KVMigrator:
         return move_id
 
     def cancel(self, move_id: int) -> None:
-        """Stop a move at its next chunk. Its report still comes."""
         if move_id in self._moves:
             self._moves[move_id].cancelled.set()
 
@@ -166,7 +195,6 @@ class KVMigrator:
         return report
 
     def poll(self) -> list[MigrationReport]:
-        """The reports since the last call; each ends its move."""
         self._has_done.clear()
         reports = []
         while self._done:
@@ -194,7 +222,6 @@ class KVMigrator:
         self._has_done.set()
 
     def close(self) -> None:
-        """Cancel what is under way, and wait for the threads."""
         for move in self._moves.values():
             move.cancelled.set()
         for thread in self._threads.values():
