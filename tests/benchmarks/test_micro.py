@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, prefix_cache, scheduler_ir
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -59,6 +59,9 @@ def tiny(*variants: str) -> MicroBenchPlan:
         evictions=EVICTIONS,
         large_pool=64,
         memory_blocks=256,
+        paths=(64,),
+        moved_mb=32,
+        rounds=1,
         repeats=2,
     )
 
@@ -91,6 +94,25 @@ def test_kv_pool_has_every_row() -> None:
     assert len(rows) == len(expected)
     for row in rows:
         check_timed(row, "d")
+
+
+def test_tiers_have_every_row() -> None:
+    rows = measured(kv_pool.BENCHMARK, "t", tiny(*POOLS)).rows
+    cases = {
+        kv_tiers.OFFER_KNOWN, kv_tiers.OFFER_NEW, kv_tiers.REQUEST_MISS, kv_tiers.REQUEST_HIT,
+        kv_tiers.POLL_IDLE, kv_tiers.POLL_STORED, kv_tiers.POLL_LOADED,
+    }  # fmt: skip
+    assert cells(rows) == {(pool, case, 64) for pool in POOLS for case in cases}
+    for row in rows:
+        check_timed(row, "t")
+
+
+def test_bytes_are_moved_beside_their_references() -> None:
+    rows = measured(kv_pool.BENCHMARK, "m", tiny("free_list")).rows
+    host = {kv_bytes.HOST_WRITE, kv_bytes.HOST_READ, kv_bytes.COPY_TO, kv_bytes.COPY_FROM}
+    disk = {kv_bytes.WRITE, kv_bytes.READ, kv_bytes.RAW_WRITE, kv_bytes.RAW_READ}
+    assert cells(rows) == {("host", case, 32) for case in host} | {("disk", case, 32) for case in disk}
+    assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:

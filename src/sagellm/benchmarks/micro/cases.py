@@ -149,7 +149,8 @@ class MicroBenchPlan:
     `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` blocks evicted from a
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
-    contexts in tokens, `contexts` those of a single sequence.
+    contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
+    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds.
     """
 
     variants: tuple[str, ...]
@@ -165,6 +166,9 @@ class MicroBenchPlan:
     lengths: tuple[int, ...] = (512, 2048)
     contexts: tuple[int, ...] = (2048, 8192)
     layers: int = 12
+    paths: tuple[int, ...] = (1024, 32768)
+    moved_mb: int = 1024
+    rounds: int = 3
     repeats: int = 100
     seed: int = 0
 
@@ -197,6 +201,9 @@ class MicroBenchPlan:
             lengths=(256,),
             contexts=(256,),
             layers=1,
+            paths=(1024,),
+            moved_mb=64,
+            rounds=1,
             repeats=min(self.repeats, 20),
         )
 
@@ -217,8 +224,9 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """The median CPU time in µs with its `timing`, or bytes per block. `size` is in tokens in sections a to c
-    and in blocks in d and f. `turn` counts the runs of the section, from 0, when it alternates with peers."""
+    """The median CPU time in µs with its `timing`, bytes per block, or GB/s. `size` is in tokens in sections
+    a to c and t, in blocks in d and f, in MB in m. `turn` counts the runs of the section, from 0, when it
+    alternates with peers."""
 
     section: str
     case: str

@@ -1,5 +1,6 @@
-"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota. Evict and allocate. Its
-only section is d. The pool's lock and counters are on in every row: they have no switch."""
+"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota. Evict and allocate
+(section d). Below the device: what tiers' calls cost (t), and how fast bytes move (m). The pool's lock and
+counters are on in every row: they have no switch."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from sagellm.benchmarks.micro.cases import (
     TimedOperation,
     timed,
 )
+from sagellm.benchmarks.micro.kv_tiers import books, moves
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.registry import registry
@@ -95,6 +97,8 @@ BENCHMARK = MicroBenchmark(
             ),
             Recipe(EVICT, partial(_evict_and_allocate, large=False), "allocations"),
             Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), "evictions", calls=CALLS_OF_SHORT),
-        )
+        ),
+        "t": books,
+        "m": moves,
     },
 )
