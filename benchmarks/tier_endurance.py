@@ -1,4 +1,4 @@
-"""Long prompts for minutes through an engine whose KV comes from tiers: is it steady, and is memory flat?
+"""Long prompts for minutes through an engine with tiers: throughput, failures, memory.
 
     python benchmarks/tier_endurance.py --minutes 10 --tokens 32768 [--disk-folder DIR_ON_A_DISK]
     python benchmarks/tier_endurance.py --minutes 10 --tokens 131072 --metadata
@@ -32,7 +32,14 @@ from typing import Any
 from sagellm.benchmarks.engine.shapes import shape_named, write_model
 from sagellm.benchmarks.process import resident_bytes
 from sagellm.benchmarks.reporting import environment
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, SamplingParams, Tokens
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    FinishReason,
+    KVCacheSchema,
+    Request,
+    SamplingParams,
+    Tokens,
+)
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -78,7 +85,10 @@ class Workload:
         self._hot_blocks = num_tokens // BLOCK
 
     def cycle(self) -> tuple[int, int]:
-        """Ask for each hot prompt once; returns prompt tokens, and hot blocks that were computed."""
+        """Ask for each hot prompt once.
+
+        Returns prompt tokens, and blocks of hot prompts that were computed.
+        """
         waiting, num_open, num_tokens, num_failed = self._requests(), 0, 0, 0
         prompts: dict[str, list[int]] = {}
         while True:
@@ -91,6 +101,8 @@ class Workload:
             for output in self.engine.step():
                 self._check(prompts[output.request_id], output.new_token_ids)
                 if output.finish_reason is not None:
+                    if output.finish_reason is not FinishReason.LENGTH:
+                        raise RuntimeError(f"{output.request_id} ended: {output.error}")
                     num_open -= 1
                     num_tokens += output.num_prompt_tokens
                     num_failed += max(0, self._hot_blocks - output.num_cached_tokens // BLOCK)

@@ -48,7 +48,7 @@ class KVWaits:
     def advance(self, *, start: bool, again: bool = True) -> None:
         """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
 
-        Without `again`, tiers are not asked for more of what has come.
+        Without `again`, tiers are asked for nothing: the blocks that are free now are for others.
         """
         came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
         if came or not self._coming:  # a load that was cancelled is not named
@@ -59,6 +59,7 @@ class KVWaits:
         else:
             for state in came:
                 self._table.kv_arrived(state)
+            return
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
