@@ -143,7 +143,7 @@ class Workload:
         return [self._rng.randrange(10, 30_000) for _ in range(num_tokens)]
 
 
-def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: int) -> Engine:
+def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: int, kv_dir: Path) -> Engine:
     """Its pool and tiers in the sizes that the module's text says."""
     end = asked.tail + asked.answer + BLOCK
     longest = asked.tokens + end
@@ -153,7 +153,7 @@ def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: i
         "kv.num_blocks": blocks, "kv.block_size": BLOCK, "kv.host_gb": host_gb, "scheduler.max_num_seqs": 4,
     }  # fmt: skip
     if asked.disk_folder is not None:
-        given |= {"kv.disk_gb": 2 * host_gb, "kv.dir": str(asked.disk_folder / "kv-endurance")}
+        given |= {"kv.disk_gb": 2 * host_gb, "kv.dir": str(kv_dir)}
     if asked.metadata:
         config = load_config(cli={**given, "scheduler.max_batched_tokens": 32_768}, environ={}).config
         return build_engine(config, NamedTokenMemory(blocks, BLOCK, 4, longest, vocab_size=30_000))
@@ -217,13 +217,13 @@ def main() -> None:
     parser.add_argument("--metadata", action="store_true", help="tokens as KV, no model")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=asked.disk_folder) as kv:
         model, block_bytes = {"model.name": folder, "model.dtype": asked.dtype}, 24 * BLOCK
         if not asked.metadata:
             positions = asked.tokens + asked.tail + asked.answer + 2 * BLOCK
             write_model(shape_named(asked.shape).changed(max_position_embeddings=positions), Path(folder))
             block_bytes = kv_block_bytes(model)
-        engine = made_engine(asked, model, block_bytes)
+        engine = made_engine(asked, model, block_bytes, Path(kv, "kv"))
         work = Workload(engine, asked.hot, asked.tokens, asked.tail, asked.answer)
         windows = endure(work, asked.minutes, asked.cycles)
         engine.check()
