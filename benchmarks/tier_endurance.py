@@ -1,4 +1,4 @@
-"""Long prompts for minutes through an engine whose KV comes from tiers: is it steady, and is memory flat?
+"""Long prompts for minutes through an engine with tiers: throughput, failures, memory.
 
     python benchmarks/tier_endurance.py --minutes 10 --tokens 32768 [--disk-folder DIR_ON_A_DISK]
     python benchmarks/tier_endurance.py --minutes 10 --tokens 131072 --metadata
@@ -32,7 +32,14 @@ from typing import Any
 from sagellm.benchmarks.engine.shapes import shape_named, write_model
 from sagellm.benchmarks.process import resident_bytes
 from sagellm.benchmarks.reporting import environment
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, SamplingParams, Tokens
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    FinishReason,
+    KVCacheSchema,
+    Request,
+    SamplingParams,
+    Tokens,
+)
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -78,7 +85,10 @@ class Workload:
         self._hot_blocks = num_tokens // BLOCK
 
     def cycle(self) -> tuple[int, int]:
-        """Ask for each hot prompt once; returns prompt tokens, and hot blocks that were computed."""
+        """Ask for each hot prompt once.
+
+        Returns prompt tokens, and blocks of hot prompts that were computed.
+        """
         waiting, num_open, num_tokens, num_failed = self._requests(), 0, 0, 0
         prompts: dict[str, list[int]] = {}
         while True:
@@ -91,6 +101,8 @@ class Workload:
             for output in self.engine.step():
                 self._check(prompts[output.request_id], output.new_token_ids)
                 if output.finish_reason is not None:
+                    if output.finish_reason is not FinishReason.LENGTH:
+                        raise RuntimeError(f"{output.request_id} ended: {output.error}")
                     num_open -= 1
                     num_tokens += output.num_prompt_tokens
                     num_failed += max(0, self._hot_blocks - output.num_cached_tokens // BLOCK)
@@ -131,7 +143,7 @@ class Workload:
         return [self._rng.randrange(10, 30_000) for _ in range(num_tokens)]
 
 
-def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: int) -> Engine:
+def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: int, kv_dir: Path) -> Engine:
     """Its pool and tiers in the sizes that the module's text says."""
     end = asked.tail + asked.answer + BLOCK
     longest = asked.tokens + end
@@ -141,7 +153,7 @@ def made_engine(asked: argparse.Namespace, model: dict[str, Any], block_bytes: i
         "kv.num_blocks": blocks, "kv.block_size": BLOCK, "kv.host_gb": host_gb, "scheduler.max_num_seqs": 4,
     }  # fmt: skip
     if asked.disk_folder is not None:
-        given |= {"kv.disk_gb": 2 * host_gb, "kv.dir": str(asked.disk_folder / "kv-endurance")}
+        given |= {"kv.disk_gb": 2 * host_gb, "kv.dir": str(kv_dir)}
     if asked.metadata:
         config = load_config(cli={**given, "scheduler.max_batched_tokens": 32_768}, environ={}).config
         return build_engine(config, NamedTokenMemory(blocks, BLOCK, 4, longest, vocab_size=30_000))
@@ -205,13 +217,13 @@ def main() -> None:
     parser.add_argument("--metadata", action="store_true", help="tokens as KV, no model")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=asked.disk_folder) as kv:
         model, block_bytes = {"model.name": folder, "model.dtype": asked.dtype}, 24 * BLOCK
         if not asked.metadata:
             positions = asked.tokens + asked.tail + asked.answer + 2 * BLOCK
             write_model(shape_named(asked.shape).changed(max_position_embeddings=positions), Path(folder))
             block_bytes = kv_block_bytes(model)
-        engine = made_engine(asked, model, block_bytes)
+        engine = made_engine(asked, model, block_bytes, Path(kv, "kv"))
         work = Workload(engine, asked.hot, asked.tokens, asked.tail, asked.answer)
         windows = endure(work, asked.minutes, asked.cycles)
         engine.check()

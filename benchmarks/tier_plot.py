@@ -1,4 +1,4 @@
-"""Draws hit ratio and expected time to first token by the size of a tier, on a trace.
+"""Hit ratio and expected time to first token by the size of a tier.
 
     python benchmarks/tier_ttft.py --tokens 8192 --folder DIR_ON_A_DISK --out 8K.json
     python benchmarks/tier_ttft.py --tokens 32768 --folder DIR_ON_A_DISK --out 32K.json
@@ -29,7 +29,7 @@ import numpy as np
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
 from sagellm.benchmarks.replay.sweep import capacity
 from sagellm.benchmarks.reporting import PLOT_COLORS, check_folder, environment, new_figure, save_figures
-from sagellm.benchmarks.tiered import Served, replay_tiered
+from sagellm.benchmarks.tiered import ServedPrompt, replay_tiered
 from sagellm.benchmarks.traces import read_trace
 from sagellm.core.errors import ConfigError
 
@@ -67,7 +67,7 @@ class Costs:
         }
         return cls(token_s, squared_s, loads)
 
-    def first_token_s(self, served: Served, block_tokens: int, tier: str) -> float:
+    def first_token_s(self, served: ServedPrompt, block_tokens: int, tier: str) -> float:
         end = served.num_blocks * block_tokens
         reused = (served.num_on_device + served.num_loaded) * block_tokens
         computed_s = self.token_s * (end - reused) + self.squared_s * (end**2 - reused**2)

@@ -1,4 +1,4 @@
-"""Conversations with twelve times more sessions than the device's KV pool holds: with tiers and without.
+"""Twelve times more conversations than the device's KV pool holds: what tiers gain.
 
     python benchmarks/tier_sessions.py --folder DIR_ON_A_DISK [--shape S] [--rounds 3] [--out FILE]
 
@@ -33,7 +33,7 @@ from typing import Any
 from sagellm.benchmarks.engine.shapes import shape_named, write_model
 from sagellm.benchmarks.reporting import environment
 from sagellm.core.blocks import cdiv
-from sagellm.core.types import KVCacheSchema, Request, SamplingParams, Tokens
+from sagellm.core.types import FinishReason, KVCacheSchema, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 
@@ -118,6 +118,8 @@ def ask_all(
         for output in engine.step():
             answers[int(output.request_id.split()[0])] += output.new_token_ids
             if output.finish_reason is not None:
+                if output.finish_reason is not FinishReason.LENGTH:
+                    raise RuntimeError(f"{output.request_id} ended: {output.finish_reason}, {output.error}")
                 num_open -= 1
                 measured.num_prompt_tokens += output.num_prompt_tokens
                 measured.num_cached_tokens += output.num_cached_tokens
@@ -125,7 +127,7 @@ def ask_all(
 
 
 def measure(work: Workload, settings: dict[str, Any]) -> tuple[Measured, list[Any]]:
-    """One engine, from an empty cache; also the state of its tiers at the end."""
+    """One engine, from an empty cache; also the final state of its tiers."""
     given = {
         "kv.num_blocks": work.pool_blocks, "kv.block_size": BLOCK,
         "model.max_model_len": work.session_blocks * BLOCK + BLOCK,
@@ -153,7 +155,7 @@ def settings_of(
 
 
 def compare(runs: dict[str, list[Measured]]) -> list[dict[str, Any]]:
-    """A row for each engine; ratios are of times, so 2 means twice the throughput."""
+    """A row for each engine. A ratio of 2 means twice the throughput."""
     base, rows = runs[WITHOUT], []
     for name, own in runs.items():
         pairs = list(zip(base, own, strict=True))
@@ -161,13 +163,13 @@ def compare(runs: dict[str, list[Measured]]) -> list[dict[str, Any]]:
             "engine": name,
             "total_s": statistics.median(each.total_s for each in own),
             "later_turns_s": statistics.median(each.later_s for each in own),
-            "ratio": statistics.median(one.total_s / other.total_s for one, other in pairs),
-            "later_turns_ratio": statistics.median(one.later_s / other.later_s for one, other in pairs),
+            "ratio": statistics.median(without.total_s / each.total_s for without, each in pairs),
+            "later_turns_ratio": statistics.median(without.later_s / each.later_s for without, each in pairs),
             "reused": own[-1].num_cached_tokens / own[-1].num_prompt_tokens,
             "same_answers": statistics.mean(
-                one == other
-                for each, mine in pairs
-                for one, other in zip(each.answers, mine.answers, strict=True)
+                answers == expected
+                for without, each in pairs
+                for answers, expected in zip(each.answers, without.answers, strict=True)
             ),
         }
         rows.append(row)
@@ -190,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     asked = vars(parser.parse_args())
-    shape, dtype, parent, num_rounds, out = (
+    shape, dtype, parent, num_rounds, file = (
         asked.pop(name) for name in ("shape", "dtype", "folder", "rounds", "out")
     )
     work = Workload(**asked)
@@ -209,7 +211,7 @@ def main() -> None:
                 print(f"{name}: {measured.total_s:.1f} s, later turns {measured.later_s:.1f} s", flush=True)
                 shutil.rmtree(Path(folder, "kv"), ignore_errors=True)
     rows = compare(runs)
-    if out is not None:
+    if file is not None:
         results = {
             "environment": asdict(environment()),
             "workload": asdict(work),
@@ -217,7 +219,7 @@ def main() -> None:
             "tiers": tiers,
         }
         results["turns_s"] = {name: [each.turns_s for each in own] for name, own in runs.items()}
-        out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+        file.write_text(json.dumps(results, indent=1, default=str) + "\n")
 
 
 def kv_schema(model: dict[str, Any]) -> KVCacheSchema:

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from sagellm.benchmarks.replay.block_trace import block_trace
-from sagellm.benchmarks.tiered import Served, TieredDevice, replay_tiered
+from sagellm.benchmarks.tiered import ServedPrompt, TieredDevice, replay_tiered
 from sagellm.benchmarks.traces import read_trace
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
@@ -30,7 +30,12 @@ def prompt(number: int, num_blocks: int = 4) -> Tokens:
 def test_what_the_device_evicts_comes_from_the_tier() -> None:
     device = made(6, 12)
     served = [device.serve(str(i), prompt(n), Namespace(), 1) for i, n in enumerate((1, 1, 2, 1))]
-    assert served == [Served(0, 0, 4), Served(4, 0, 4), Served(0, 0, 4), Served(2, 2, 4)]
+    assert served == [
+        ServedPrompt(0, 0, 4),
+        ServedPrompt(4, 0, 4),
+        ServedPrompt(0, 0, 4),
+        ServedPrompt(2, 2, 4),
+    ]
     device.close()
 
 

@@ -77,6 +77,16 @@ def test_a_further_tier_may_bring_more() -> None:
         assert tiers.loading == (["a"] if again else [])
 
 
+def test_memory_that_was_given_back_goes_to_no_other_load() -> None:
+    waits, tiers, states = waiting("a", "b")
+    tiers.loading, tiers.came = [], ["a"]
+    waits.advance(start=True, again=False)
+    assert states["a"].status is RequestStatus.WAITING
+    assert tiers.loading == []
+    waits.advance(start=True)
+    assert tiers.loading == ["b"]
+
+
 def test_a_cancelled_load_leaves_no_request_behind() -> None:
     waits, tiers, states = waiting("a", "b")
     waits.forget(states["a"])

@@ -214,3 +214,18 @@ def test_the_same_tokens_under_pressure(
     assert num_held(engine) == 0
     assert engine.kv.block_states().active == 0
     engine.close()
+
+
+def test_two_sessions_and_memory_for_one() -> None:
+    """While KV of one comes up, the other does not fit beside it: it waits, and stops no load."""
+    backend = TokenMemoryBackend(num_blocks=6)
+    engine = fake_engine(backend, passes=passes(), host_blocks=40)
+    prompts = [[token + 40 * name for token in range(17)] for name in range(2)]
+    answers = [expected_tokens(backend, prompt, 3) for prompt in prompts]
+    for turn in range(6):
+        for name, prompt in enumerate(prompts):
+            engine.add(request(f"{turn} {name}", prompt, 3))
+        got, _ = serve(engine)
+        assert got == {f"{turn} {name}": answers[name] for name in range(2)}
+    assert tiers_of(engine).states()[0].loaded >= 30, "four blocks in each later turn but what is cached"
+    engine.close()

@@ -1,6 +1,6 @@
-"""`TieredDevice`: prefix index, pool, arrivals and a tier below a device, without bytes and steps.
+"""`TieredDevice`: a device and a tier below it, without bytes and steps.
 
-It is the real books of `engines/build.py`; only the blocks hold nothing (`NoBytes`). Replays and micro
+It has the real books of `engines/build.py`; only the blocks hold nothing (`NoBytes`). Replays and micro
 benchmarks share it.
 """
 
@@ -71,7 +71,7 @@ class NoBytes:
         pass
 
 
-class Served(NamedTuple):
+class ServedPrompt(NamedTuple):
     """Blocks of a prompt: on the device before, loaded from the tier, and all."""
 
     num_on_device: int
@@ -80,9 +80,9 @@ class Served(NamedTuple):
 
 
 class TieredDevice:
-    """A device of `num_blocks` blocks with one tier of `num_slots` below it, or none with 0.
+    """A device of `num_blocks` blocks with a tier of `num_slots` below it.
 
-    `close` ends the threads.
+    With 0 slots there is no tier. `close` ends the threads.
     """
 
     def __init__(self, num_blocks: int, num_slots: int, index_of: IndexOf, pool_of: PoolOf) -> None:
@@ -98,8 +98,8 @@ class TieredDevice:
         costs = PrefillCostModel(self._block_size, seconds_per_token=1e9)
         self.tiers = HierarchyManager(self.index, arrivals, tiers, migrator, costs, 1)
 
-    def serve(self, name: str, tokens: Tokens, namespace: Namespace, num_output_tokens: int) -> Served:
-        """Load and compute a prompt, save it, and wait until all of it has moved."""
+    def serve(self, name: str, tokens: Tokens, namespace: Namespace, num_output_tokens: int) -> ServedPrompt:
+        """Load and compute a prompt, save it, and wait for all moves."""
         num_on_device = self.index.lookup(tokens, namespace).num_blocks
         if self.tiers.request(name, tokens, namespace, len(tokens)) is TierLookup.HIT_PENDING:
             self.settle()
@@ -108,12 +108,13 @@ class TieredDevice:
         self.tiers.offer(whole, use=use)
         self.settle()
         self.index.unpin(whole, use)
-        return Served(num_on_device, num_reused - num_on_device, whole.num_blocks)
+        return ServedPrompt(num_on_device, num_reused - num_on_device, whole.num_blocks)
 
     def compute(self, tokens: Tokens, namespace: Namespace = Namespace()) -> tuple[int, PrefixHit]:
-        """Fill blocks for what the device lacks; returns how many it had, and the whole path, pinned.
+        """Fill blocks for what the device lacks of a prompt.
 
-        Raises `CapacityError` if too few blocks can be made free.
+        Returns how many blocks it had, and the whole path, pinned. Raises `CapacityError` if too few blocks
+        can be made free.
         """
         hit = self.index.pin(self.index.lookup(tokens, namespace))
         missing = len(tokens) // self._block_size - hit.num_blocks
@@ -153,8 +154,11 @@ class TieredDevice:
         return [b""] * (len(path) // (self._block_size * TOKEN_BYTES))
 
 
-def replay_tiered(trace: BlockTrace, num_blocks: int, num_slots: int, policy: str) -> list[Served]:
-    """Serve the prompts of a trace one after the other; those longer than the device are cut."""
+def replay_tiered(trace: BlockTrace, num_blocks: int, num_slots: int, policy: str) -> list[ServedPrompt]:
+    """Serve the prompts of a trace one after the other.
+
+    Those longer than the device are cut.
+    """
     clock = ManualClock(trace.requests[0].time_s)
 
     def index_of(size: int) -> RadixIndex:

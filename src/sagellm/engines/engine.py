@@ -384,13 +384,19 @@ class Engine:
     def _decide(self) -> Binding:
         """What the passes decide.
 
-        Before a request has to leave, tiers stop moving blocks, and the passes decide again.
+        Before a request is preempted, tiers stop moving blocks, and the passes decide again. A request that
+        would be ended for lack of memory waits for what moves: its blocks can be evicted then.
         """
         binding = self._planner.decide(self._num_steps, self.view)
-        must_leave = binding.draft.preempted or binding.draft.rejected
-        if must_leave and self._kv_waits is not None and self._kv_waits.give_way():
+        if self._kv_waits is None:
+            return binding
+        if binding.draft.preempted and self._kv_waits.give_way():
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
+        if binding.draft.rejected and self._kv_waits.is_moving:
+            for request_id in binding.draft.rejected:
+                binding.draft.record("tiers", self._request_table.states[request_id], "wait", "blocks move")
+            binding.draft.rejected.clear()
         return binding
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:

@@ -58,7 +58,7 @@ class KVWaits:
     def advance(self, *, start: bool, again: bool = True) -> None:
         """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
 
-        Without `again`, tiers are not asked for more of what has come.
+        Without `again`, tiers are asked for nothing: the blocks that are free now are for others.
         """
         came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
         if came or not self._coming:  # a load that was cancelled is not named
@@ -69,6 +69,7 @@ class KVWaits:
         else:
             for state in came:
                 self._table.kv_arrived(state)
+            return
         if start:
             self._tiers.start_loads()
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
@@ -103,6 +104,11 @@ class KVWaits:
             self.num_waits += 1
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way down or up."""
+        return not self._tiers.is_idle
 
     def give_way(self) -> bool:
         """Stop all moves, which frees their device blocks; False without any."""

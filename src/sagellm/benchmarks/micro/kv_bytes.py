@@ -1,4 +1,4 @@
-"""Moves the bytes of KV blocks to and from tiers, beside memcpy and raw reads and writes of a file.
+"""Bandwidth of tiers, beside memcpy and raw reads and writes of a file.
 
 All bytes are distinct: one block copied again and again would measure the processor's cache.
 """
@@ -107,10 +107,10 @@ class Blocks:
 
 
 def measure_disk(folder: Path, blocks: Blocks, num_rounds: int, *, unverified: bool = False) -> Rates:
-    """GB/s of `DiskStorage` in the empty `folder`, and of the same file with `pwritev` and `preadv`.
+    """GB/s of `DiskStorage` in the empty `folder`, and of raw I/O.
 
-    With `unverified` also of reads that are not verified. The raw calls move a block each, with O_DIRECT
-    where the file system takes it, from one thread.
+    Raw are `pwritev` and `preadv` of the same file, a block in a call, with O_DIRECT where the file system
+    takes it, from one thread. With `unverified` also of reads that are not verified.
     """
     storage = DiskStorage(folder, blocks.count, BlockFormat(bytes(16), blocks.size))
     storage.recover()

@@ -1,4 +1,4 @@
-"""The tiers in `sagellm bench micro kv_pool`: what their calls cost the engine's thread, and their bandwidth.
+"""Tiers in `sagellm bench micro kv_pool`: CPU time of their calls, and bandwidth.
 
 Section t: prompts of `paths` tokens, an LRU device with one tier, over blocks without bytes. Worker threads
 run beside the calls; their CPU time is not counted. Section m: distinct blocks of 1 MB.
@@ -55,7 +55,7 @@ GB_PER_S = "GB/s"
 
 
 class _Scene:
-    """A device and a tier with room for `calls` paths each, and some paths beside them."""
+    """A device and a tier that hold `2 * (calls + 1)` paths each."""
 
     def __init__(self, cell: MicroBenchCell, calls: int) -> None:
         def index_of(_: int) -> Any:
@@ -177,7 +177,7 @@ books = timed(
 
 
 def moves(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Section m: medians over the rounds, of wall time, since the calls wait for memory and disk."""
+    """Section m: GB/s of wall time, medians of the rounds."""
     blocks = Blocks(MB, plan.moved_mb * MB)
     host = measure_host(blocks, plan.rounds)
     with tempfile.TemporaryDirectory(prefix="sagellm-bench-") as folder:
