@@ -249,7 +249,7 @@ def test_what_serve_refuses_is_refused_in_the_same_words(
 @pytest.mark.parametrize(
     "options",
     [("--max-model-len", "100000"), ("--device", "nowhere"), ("--num-blocks", "1000000000"),
-     ("--set", "kv.host_gb=4000"), ("--set", "kv.swap_space_gb=4"), ("--set", "kv.eviction=lur"),
+     ("--set", "kv.host_gb=4000"), ("--set", "kv.eviction=lur"),
      ("--set", "kv.pool=fre"),     ("--set", "scheduler.strategy=fiffo"), ()],
 )  # fmt: skip
 def test_what_serve_refuses_of_sound_weights(

@@ -201,7 +201,7 @@ def test_compaction_moves_pages_of_all_groups() -> None:
 def test_groups_and_what_they_do_not_go_with() -> None:
     groups = (KVGroup((0,)), KVGroup((1,), 8))
     shares = KVConfig.model_validate({"tenant_shares": {"a": {"guaranteed": 0.5}}})
-    with pytest.raises(ValueError, match="neither quotas nor swap"):
+    with pytest.raises(ValueError, match="neither quotas nor tiers"):
         build_kv(shares, 10, groups=groups)
     with pytest.raises(ValueError, match="must follow each other"):
         build_kv(KVConfig(), 10, groups=(*groups, KVGroup((2,), 9), KVGroup((3,), 8)))

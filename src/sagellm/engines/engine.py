@@ -397,6 +397,9 @@ class Engine:
             for request_id in binding.draft.rejected:
                 binding.draft.record("tiers", self._request_table.states[request_id], "wait", "blocks move")
             binding.draft.rejected.clear()
+            if not binding.draft.num_scheduled:
+                assert self.kv.tiers is not None
+                self.kv.tiers.wait(MOST_IDLE_S)
         return binding
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:

@@ -75,16 +75,17 @@ class KVWaits:
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
-    def hold_back(self, binding: Binding, *, start: bool) -> None:
-        """Hold admitted requests back whose KV can come from tiers."""
-        draft = binding.draft
-        for chunk in list(draft.admitted()):
-            if chunk.state.request_id in binding.chunks:  # it was bound early
-                continue
-            self._ask(chunk.state, start=start, admits=True)
-            if chunk.state.status is RequestStatus.WAITING_FOR_KV:
-                draft.hold(chunk.state)
-                draft.record("tiers", chunk.state, "wait", "its KV comes from below the device")
+    def hold_back(self, binding: Binding, *, start: bool) -> bool:
+        """Ask tiers for the requests that a draft admits; returns whether to plan again.
+
+        Those whose KV comes wait for it. A load may have evicted what the draft counts on.
+        """
+        num_cached, waits = self._kv.index.num_cached, False
+        for chunk in list(binding.draft.admitted()):
+            if chunk.state.request_id not in binding.chunks:  # it was not bound early
+                self._ask(chunk.state, start=start, admits=True)
+                waits = waits or chunk.state.status is RequestStatus.WAITING_FOR_KV
+        return waits or self._kv.index.num_cached < num_cached
 
     def _ask(self, state: RequestState, *, start: bool, admits: bool = False) -> None:
         if state.status not in WAITING:  # it runs, or has ended

@@ -73,10 +73,12 @@ class Planner:
     def decide(self, step: int, view: SchedulingView) -> Binding:
         """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
         `PlanError` for decisions that break the rules; then nothing is bound."""
-        binding = Binding(self.draft(step))
-        self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
-        if self._kv_waits is not None:
-            self._kv_waits.hold_back(binding, start=True)
+        while True:
+            binding = Binding(self.draft(step))
+            self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
+            if self._kv_waits is None or not self._kv_waits.hold_back(binding, start=True):
+                break
+            self.discard(binding)
         self._table.set_order(binding.draft.running)
         self._recovery.isolate(binding.draft)
         return binding
@@ -169,8 +171,8 @@ class Planner:
             draft.skipped_decodes = {state.request_id: state for state in full_length}
             try:
                 self._run_passes(binding, view, may_bind_early=True)
-                if self._kv_waits is not None:
-                    self._kv_waits.hold_back(binding, start=False)
+                if self._kv_waits is not None and self._kv_waits.hold_back(binding, start=False):
+                    raise CapacityError("KV comes from tiers")
                 self._put_off_stale(binding)
                 if draft.preempted or draft.rejected or not draft.num_scheduled:
                     raise CapacityError("requests would have to leave")
