@@ -82,9 +82,8 @@ class KVWaits:
         """
         num_cached, waits = self._kv.index.num_cached, False
         for chunk in list(binding.draft.admitted()):
-            if chunk.state.request_id not in binding.chunks:  # it was not bound early
-                self._ask(chunk.state, start=start, admits=True)
-                waits = waits or chunk.state.status is RequestStatus.WAITING_FOR_KV
+            self._ask(chunk.state, start=start, admits=True)
+            waits = waits or chunk.state.status is RequestStatus.WAITING_FOR_KV
         return waits or self._kv.index.num_cached < num_cached
 
     def _ask(self, state: RequestState, *, start: bool, admits: bool = False) -> None:

@@ -84,8 +84,11 @@ class Planner:
         return binding
 
     def bind_early(self, draft: Draft) -> bool:
-        """Bind what the passes have decided so far; see `SchedulingView.bind_early`."""
-        binding = self._bindable_early
+        """Bind what the passes have decided so far; see `SchedulingView.bind_early`.
+
+        Not with tiers: they are asked for what a draft admits before any of it is bound.
+        """
+        binding = None if self._kv_waits is not None else self._bindable_early
         if binding is None or binding.draft is not draft or draft.preempted:
             return False
         try:
