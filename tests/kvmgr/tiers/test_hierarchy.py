@@ -13,8 +13,9 @@ from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.kv_pool.tiers import hierarchy
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
-from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
+from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FaultyStorage, User
 
 
 def prompt(name: int, num_blocks: int, shared: int = 0) -> Tokens:
@@ -229,6 +230,49 @@ def test_a_path_that_is_being_written_is_not_written_twice() -> None:
     assert [tier.num_stored for tier in user.tiers] == [4, 4]
     assert [storage.num_written for storage in storages] == [4, 4]
     assert user.index.num_evictable == 4
+    user.check()
+    user.hierarchy.close()
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 29, 30])
+def test_a_path_with_more_blocks_than_may_be_under_way_goes_down_in_parts(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", most * BLOCK_BYTES)
+    user = User(40, [(Tier.DRAM, FaultyStorage(64)), (Tier.NVME, FaultyStorage(20))])
+    user.serve(prompt(1, 30), "long")
+    user.settle()
+    assert [tier.num_stored for tier in user.tiers] == [30, 20]  # what fits of its beginning
+    assert [tier.num_dropped for tier in user.tiers] == [0, 10]
+    user.check()
+    assert user.index.num_evictable == user.index.num_cached == 30  # nothing is pinned any more
+    user.hierarchy.close()
+
+
+def test_parts_that_a_filter_refuses_are_not_sent_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", 5 * BLOCK_BYTES)
+    filters = {Tier.NVME: AdmissionFilter(64, 2)}
+    user = User(40, [(Tier.NVME, FaultyStorage(64))], filters=filters)
+    user.serve(prompt(1, 30), "long")
+    user.settle()
+    assert (user.tiers[0].num_stored, user.tiers[0].num_refused) == (0, 5)
+    assert user.hierarchy.is_idle
+    user.check()
+    user.hierarchy.close()
+
+
+def test_what_does_not_fit_beside_other_moves_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", 6 * BLOCK_BYTES)
+    storage = FaultyStorage(64)
+    user = User(40, [(Tier.DRAM, storage)])
+    with storage._lock:  # the first path is not written before the second is offered
+        user.serve(prompt(1, 4), "first")
+        user.serve(prompt(2, 5), "second")
+    user.settle()
+    assert (user.tiers[0].num_stored, user.tiers[0].num_dropped) == (6, 3)
+    assert user.serve(prompt(2, 5), "again") == 5  # the device has it; its end is saved now
+    user.settle()
+    assert user.tiers[0].num_stored == 9
     user.check()
     user.hierarchy.close()
 

@@ -15,8 +15,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from sagellm.core.blocks import Tier
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
@@ -29,7 +30,7 @@ from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
 MAX_PENDING_BYTES = 1 << 30
-"""Bytes of all moves under way, beyond which nothing more is saved."""
+"""Bytes of all moves under way, beyond which nothing more is saved. A path with more is saved in parts."""
 FIRST_BYTES_PER_S = 1e9
 """Assumed bandwidth of a tier from which nothing has been read yet, unless writing to it was faster."""
 LATENCY_S = 1e-3
@@ -54,10 +55,14 @@ class _Store:
 
 @dataclass(slots=True)
 class _Offer:
-    """A path that waits to be offered to `tiers`; `hit` pins it."""
+    """A path that waits to be offered to `tiers`; `hit` pins it.
+
+    `parts`: blocks that a tier had when a part of the path was sent there.
+    """
 
     hit: PrefixHit
     tiers: Sequence[KVTier]
+    parts: Mapping[Tier, int]
     account: Account
     use: Use | None
 
@@ -119,13 +124,22 @@ class HierarchyManager:
             return
         self._offer_to(self.tiers, hit, account, use)
 
-    def _offer_to(self, tiers: Sequence[KVTier], hit: PrefixHit, account: Account, use: Use | None) -> None:
+    def _offer_to(
+        self,
+        tiers: Sequence[KVTier],
+        hit: PrefixHit,
+        account: Account,
+        use: Use | None,
+        parts: Mapping[Tier, int] = MappingProxyType({}),
+    ) -> None:
         """Write what tiers lack of a path.
 
-        A tier into which the first of these blocks is being written is offered the path again behind that.
+        A tier into which the first of these blocks is being written is offered the path again behind that;
+        so is one that lacks more than may be under way, behind a part of it. `parts`: see `_Offer`.
         """
         stores: dict[Tier, TierStore] = {}
         later: list[KVTier] = []
+        sent: dict[Tier, int] = {}
         ids = self._index.block_ids(hit) if self._storing else ()
         for tier in tiers:
             known = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
@@ -133,18 +147,39 @@ class HierarchyManager:
             if missing and ids and (tier.tier, ids[known]) in self._storing:
                 later.append(tier)
                 continue
-            num_bytes = self._migrator.num_pending_bytes + missing * self._block_bytes
-            has_time = num_bytes <= MAX_PENDING_BYTES
-            tier.num_dropped += 0 if has_time else missing
+            if known <= parts.get(tier.tier, -1):  # it has not taken the last part
+                continue
+            num_now, has_rest = self._num_to_save(tier, known, missing, goes_on=tier.tier in parts)
+            part_use = None if has_rest else use
             store = tier.begin_store(
-                hit.tokens, hit.namespace, hit.num_blocks, account, use, has_time=has_time
+                hit.tokens, hit.namespace, known + num_now, account, part_use, has_time=num_now > 0
             )
             if store is not None:
                 stores[tier.tier] = store
+            if has_rest and (store is not None or not num_now):
+                later.append(tier)
+                sent[tier.tier] = known if num_now else parts.get(tier.tier, -1)
+            elif tier.can_store:
+                tier.num_dropped += missing - (num_now if store is not None else 0)
         if later:
-            self._later.append(_Offer(self._index.pin(hit, is_use=False), later, account, use))
+            self._later.append(_Offer(self._index.pin(hit, is_use=False), later, sent, account, use))
         if stores:
             self._send_down(hit, stores, ends=use is not None)
+
+    def _num_to_save(
+        self, tier: KVTier, known: int, missing: int, *, goes_on: bool
+    ) -> tuple[int, bool]:
+        """How many missing blocks of a path to write now, and whether the next ones follow behind them.
+
+        A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
+        `goes_on`: one has gone. Of another path, what does not fit now is dropped.
+        """
+        fitting = min(missing, tier.pool.total_blocks - known)
+        most = max(1, MAX_PENDING_BYTES // self._block_bytes)
+        room = max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
+        if fitting <= room or not tier.can_store or (fitting <= most and not goes_on):
+            return min(fitting, room), False
+        return (room if 2 * room >= most else 0), True
 
     def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore], *, ends: bool) -> None:
         pinned = self._index.pin(hit, is_use=False)
@@ -341,6 +376,8 @@ class HierarchyManager:
             if self._move_of.get(load.request_id) == report.move_id:
                 del self._move_of[load.request_id]
                 arrived.append(load.request_id)
+        if reports and self._later:
+            self._offer_again()
         return arrived
 
     def _poll_remote(self, remote: RemoteTier, reports: list[MigrationReport]) -> list[str]:
@@ -372,9 +409,12 @@ class HierarchyManager:
                     self._bytes_per_s[name] = max(self._bytes_per_s[name], reached)
         self._storing -= store.blocks
         self._index.unpin(store.hit, is_use=False)
+
+    def _offer_again(self) -> None:
+        """Offer the paths that wait for the end of a move."""
         waiting, self._later = self._later, []
         for offer in waiting:
-            self._offer_to(offer.tiers, offer.hit, offer.account, offer.use)
+            self._offer_to(offer.tiers, offer.hit, offer.account, offer.use, offer.parts)
             self._index.unpin(offer.hit, is_use=False)
 
     def _drop_offers(self) -> None:
