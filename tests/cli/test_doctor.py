@@ -231,6 +231,30 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.usefixtures("model")
+def test_a_model_that_goes_with_no_tier_is_refused(cli: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mistral"
+    save_tiny(folder, "mistral-window")
+    byte_level().save(str(folder / "tokenizer.json"))
+    told, served = (
+        cli(name, str(folder), "--port", "0", "--kv-host-gb", "0.1") for name in ("doctor", "serve")
+    )
+    assert "sliding windows" in told.stderr
+    assert served.stderr.splitlines()[-1].removeprefix("sagellm: ") in told.stderr
+    assert cli("doctor", str(folder), "--port", "0").exit_code == 0
+
+
+def test_tokens_of_tiers_are_told(cli: Any, model: Path, tmp_path: Path) -> None:
+    sizes = ("--kv-host-gb", "0.5", "--kv-disk-gb", "0.25", "--kv-dir", str(tmp_path / "kv"))
+    told = cli("doctor", str(model), "--port", "0", "--num-blocks", "64", *sizes).stdout
+    [per_token] = re.findall(r"(\d+) bytes of KV per token", told)
+    assert f"host memory: KV of {2**29 // int(per_token)} tokens in 0.5 GiB\n" in told
+    assert f"disk: KV of {2**28 // int(per_token)} tokens in 0.25 GiB\n" in told
+    assert not (tmp_path / "kv").exists()
+    told = cli("doctor", str(model), "--port", "0", "--kv-host-gb", "0.0001").stdout
+    assert "hardly more than the pool" in told
+
+
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize(("config", "options"), REFUSED)
 def test_what_serve_refuses_is_refused_in_the_same_words(
     cli: Any, tmp_path: Path, config: dict[str, Any], options: tuple[str, ...]
@@ -250,7 +274,9 @@ def test_what_serve_refuses_is_refused_in_the_same_words(
     "options",
     [("--max-model-len", "100000"), ("--device", "nowhere"), ("--num-blocks", "1000000000"),
      ("--set", "kv.host_gb=4000"), ("--set", "kv.eviction=lur"),
-     ("--set", "kv.pool=fre"),     ("--set", "scheduler.strategy=fiffo"), ()],
+     ("--set", "kv.pool=fre"),     ("--set", "scheduler.strategy=fiffo"), (),
+     ("--kv-disk-gb", "0.001", "--kv-dir", __file__), ("--kv-remote-url", "http://somewhere"),
+     ("--kv-host-gb", "0.1", "--set", "kv.prefix_caching=false")],
 )  # fmt: skip
 def test_what_serve_refuses_of_sound_weights(
     cli: Any, model: Path, tmp_path: Path, options: tuple[str, ...]

@@ -27,7 +27,7 @@ from sagellm.core.types import AttentionChunk, width
 from sagellm.engines.native import DEMO_MODEL
 
 if TYPE_CHECKING:
-    from sagellm.core.config import Config
+    from sagellm.core.config import Config, KVConfig
     from sagellm.engines.native.footprint import Footprint
 
 REQUIRED: Mapping[str, str] = {
@@ -140,7 +140,7 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
     """Print how the configured model fits. Raises `ModelError` if it cannot be served; returns whether it
     is on this machine.
     """
-    from sagellm.engines.build import build_kv, build_passes
+    from sagellm.engines.build import build_kv, build_passes, check_tiers
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 
@@ -159,6 +159,7 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
         _print_size(shown, size)
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
         build_kv(config.kv, blocks)  # for what they refuse: names and options of plug-ins
+        check_tiers(config.kv, is_windowed=size.is_windowed, has_states=size.state_bytes > 0)
         build_passes(config.scheduler)
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
@@ -169,7 +170,7 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
     tokens = blocks * config.kv.block_size
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
-    for line in _kv_groups(size):
+    for line in (*_kv_groups(size), *_tiers(config.kv, size.kv_bytes_per_token, tokens)):
         print(f"    {line}")
     if size.state_bytes:
         print(f"    recurrent states: {as_text(size.state_bytes)} for each sequence that runs")
@@ -178,6 +179,20 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
     else:
         print(f"    room for {tokens // context} requests of {context} tokens at once")
     return True
+
+
+def _tiers(config: KVConfig, bytes_per_token: int, pool_tokens: int) -> Iterator[str]:
+    """The tokens that each tier holds, without a codec."""
+    sizes = (
+        ("host memory", config.host_gb),
+        ("disk", config.disk_gb),
+        ("shared store", config.remote_gb if config.remote_url else 0.0),
+    )
+    for name, gigabytes in sizes:
+        if gigabytes:
+            tokens = int(gigabytes * 2**30) // bytes_per_token
+            hint = ", hardly more than the pool, whose KV it holds too" if tokens < 2 * pool_tokens else ""
+            yield f"{name}: KV of {tokens} tokens in {gigabytes:g} GiB{hint}"
 
 
 def _kv_groups(size: Footprint) -> Iterator[str]:

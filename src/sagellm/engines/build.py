@@ -186,9 +186,10 @@ def build_tiers(
     capability = backend.capability()
     schema, clock = capability.kv_schema, clock or MonotonicClock()
     source, simulated = getattr(backend, "kv_bytes", None), getattr(backend, "simulated_tiers", None)
-    if reason := _no_tiers_because(config, capability, has_blocks=bool(source or simulated)):
-        raise ConfigError(f"kv.host_gb, kv.disk_gb and kv.remote_url: {reason}; leave them out")
-    assert schema is not None
+    if schema is None or not (source or simulated):
+        raise _no_tiers("this backend does not give its KV blocks as bytes")
+    is_windowed = bool(schema.groups) or capability.sliding_window is not None
+    check_tiers(config, is_windowed=is_windowed, has_states=schema.state_bytes > 0)
     costs, hashes_of = prefill_costs(capability), partial(_hashes_of, config.block_size)
     storages: Mapping[Tier, BlockStorage]
     migrator: Migrator
@@ -290,18 +291,30 @@ def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
     return num_slots
 
 
-def _no_tiers_because(config: KVConfig, capability: CapabilityDescriptor, *, has_blocks: bool) -> str:
-    """Why KV of this model cannot go below the device; empty if it can."""
-    schema = capability.kv_schema
-    if schema is None or not has_blocks:
-        return "this backend does not give its KV blocks as bytes"
+def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> None:
+    """Raise `ConfigError` if KV of such a model cannot go below the device, or a tier cannot be used.
+
+    Looks at the folder, if it is there, and at the URL of the shared store. Does nothing without tiers.
+    """
+    if not config.has_tiers:
+        return
     if not config.prefix_caching:
-        return "without kv.prefix_caching there is nothing to keep"
-    if schema.groups or capability.sliding_window is not None:
-        return "layers of this model have sliding windows, whose blocks are not kept below the device"
-    if schema.state_bytes:
-        return "recurrent states of this model are not kept below the device"
-    return ""
+        raise _no_tiers("without kv.prefix_caching there is nothing to keep")
+    if is_windowed:
+        raise _no_tiers(
+            "layers of this model have sliding windows, whose blocks are not kept below the device"
+        )
+    if has_states:
+        raise _no_tiers("recurrent states of this model are not kept below the device")
+    remote_options(config)
+    if config.disk_gb and config.dir is not None and os.path.lexists(config.dir):
+        from sagellm.kvmgr.kv_pool.tiers.disk_folder import PrivateFolder
+
+        PrivateFolder(Path(config.dir)).close()
+
+
+def _no_tiers(reason: str) -> ConfigError:
+    return ConfigError(f"kv.host_gb, kv.disk_gb and kv.remote_url: {reason}; leave them out")
 
 
 def _checkpoints(config: KVConfig, state_pages: int) -> CheckpointConfig | None:

@@ -44,7 +44,8 @@ class Footprint:
 
     The KV of a token is that of all groups, `kv_padding_per_token` bytes included that no layer uses;
     `state_bytes` are the recurrent states of a sequence. `codes` are quantized by `method`; `obstacle` is why
-    some of them have to be held as their values.
+    some of them have to be held as their values. `is_windowed`: all KV is in one group, and every layer has a
+    sliding window.
     """
 
     num_parameters: int
@@ -60,6 +61,7 @@ class Footprint:
     codes: tuple[CodeFormat, ...]
     obstacle: str
     is_bridged: bool = False
+    is_windowed: bool = False
 
 
 def footprint(
@@ -120,6 +122,7 @@ def footprint(
         tuple(sorted(codes, key=str)),
         obstacle,
         not isinstance(spec, ModelSpec),
+        not groups and None not in spec.kv_windows,
     )
 
 

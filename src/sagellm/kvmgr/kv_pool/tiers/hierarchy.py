@@ -166,9 +166,7 @@ class HierarchyManager:
         if stores:
             self._send_down(hit, stores, ends=use is not None)
 
-    def _num_to_save(
-        self, tier: KVTier, known: int, missing: int, *, goes_on: bool
-    ) -> tuple[int, bool]:
+    def _num_to_save(self, tier: KVTier, known: int, missing: int, *, goes_on: bool) -> tuple[int, bool]:
         """How many missing blocks of a path to write now, and whether the next ones follow behind them.
 
         A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
