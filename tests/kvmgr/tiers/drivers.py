@@ -67,7 +67,10 @@ class FakeDevice:
 
 
 class FaultyStorage:
-    """Implements `BlockStorage` in a dictionary, with faults at random in every read and write."""
+    """Implements `BlockStorage` in a dictionary, with faults at random in every read and write.
+
+    While `gate` is not set, calls set `called` and do not return.
+    """
 
     def __init__(self, num_slots: int, seed: int = 0, fault_rate: float = 0.0) -> None:
         self.num_slots, self.fault_rate = num_slots, fault_rate
@@ -75,12 +78,16 @@ class FaultyStorage:
         self.kept: dict[int, tuple[StoredBlock, bytes]] = {}
         self.fails_to_write = False
         self.num_written = 0
+        self.gate, self.called = threading.Event(), threading.Event()
+        self.gate.set()
         self._rng, self._lock = random.Random(seed), threading.Lock()
 
     def _fails(self) -> bool:
         return self._rng.random() < self.fault_rate
 
     def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
+        self.called.set()
+        self.gate.wait()
         with self._lock:
             if self.fails_to_write:
                 raise OSError("the disk is full")
@@ -93,6 +100,8 @@ class FaultyStorage:
         self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
     ) -> list[ReadOutcome]:
         outcomes = []
+        self.called.set()
+        self.gate.wait()
         with self._lock:
             for number, (slot, token_hash) in enumerate(zip(slots, token_hashes, strict=True)):
                 block, data = self.kept.get(slot, (None, b""))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.blocks import Tier
+from sagellm.core.protocols.eviction import NO_USE
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers import hierarchy
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
@@ -274,6 +275,57 @@ def test_what_does_not_fit_beside_other_moves_is_counted(monkeypatch: pytest.Mon
     user.settle()
     assert user.tiers[0].num_stored == 9
     user.check()
+    user.hierarchy.close()
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_disk_that_does_not_answer_is_given_up(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hierarchy, "MAX_CALL_S", 0.2)
+    disk = FaultyStorage(64)
+    user = User(8, [(Tier.DRAM, FaultyStorage(6)), (Tier.NVME, disk)])
+    for name in (1, 2, 3):
+        user.serve(prompt(name, 4), f"first {name}")
+        user.settle()
+    disk.gate.clear()
+    disk.called.clear()
+    if call == "write":
+        user.serve(prompt(4, 4), "writes")
+    else:
+        assert user.hierarchy.request("reads", prompt(1, 4), Namespace(), 8) is TierLookup.HIT_PENDING
+    assert disk.called.wait(10)
+    assert user.hierarchy.give_way()
+    assert user.hierarchy.is_idle
+    assert user.hierarchy.faults() == ["nvme: it has not answered for 0.2 s"]
+    assert caplog.text.count("the tier nvme is not used any more") == 1
+    if call == "read":
+        assert user.hierarchy.poll() == ["reads"]
+    user.check()
+    assert user.serve(prompt(1, 4), "computed") == 0  # only the disk had it
+    user.settle()
+    for name in (5, 6):
+        user.serve(prompt(name, 4), f"evicts {name}")
+        user.settle()
+    assert user.tiers[0].num_stored > 12  # host memory goes on
+    disk.gate.set()  # the late call ends, and changes nothing
+    user.serve(prompt(7, 4), "after")
+    user.settle()
+    user.check()
+    user.hierarchy.close()
+
+
+def test_a_prompt_that_does_not_fit_evicts_nothing() -> None:
+    user = User(40, [(Tier.DRAM, FaultyStorage(8))])
+    user.serve(prompt(1, 6), "first")
+    user.settle()
+    user.hierarchy.hold("held", user.index.pin(user.index.lookup(prompt(1, 4))), NO_ACCOUNT, NO_USE)
+    user.serve(prompt(2, 12), "long")
+    user.settle()
+    host = user.tiers[0]
+    assert host.lookup(prompt(1, 4), Namespace()).num_blocks == 4
+    assert host.lookup(prompt(2, 12), Namespace()).num_blocks == 4  # its beginning
+    assert host.num_dropped == 8
     user.hierarchy.close()
 
 

@@ -138,6 +138,12 @@ class SimulatedMigrator:
     def abandon(self, move_id: int) -> MigrationReport:
         raise BookkeepingError(f"move {move_id}: only loads from a shared store are abandoned, not simulated")
 
+    def stuck(self, limit_s: float) -> Mapping[Tier, Tier]:
+        return {}
+
+    def replace_thread(self, source: Tier) -> None:
+        raise BookkeepingError(f"{source}: no thread is stuck, it is simulated")
+
     def poll(self) -> list[MigrationReport]:
         self._finish_due()
         done = sorted(self._done, key=lambda move: (move.ends_s, move.report.move_id))

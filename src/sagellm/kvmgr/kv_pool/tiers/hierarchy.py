@@ -11,18 +11,18 @@ line in the log; what it cannot read is a miss, and the engine goes on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
@@ -33,6 +33,11 @@ MAX_PENDING_BYTES = 1 << 30
 """Bytes of all moves under way, beyond which nothing more is saved. A path with more is saved in parts."""
 FIRST_BYTES_PER_S = 1e9
 """Assumed bandwidth of a tier from which nothing has been read yet, unless writing to it was faster."""
+MAX_LATER = 256
+"""Paths that wait to be offered again, beyond which nothing more is saved: each pins blocks of the device."""
+ANY_BLOCK = -1
+MAX_CALL_S = 10.0
+"""A tier whose storage does not return for so long is not used any more."""
 LATENCY_S = 1e-3
 """Assumed time of a load before its first byte."""
 FEWEST_MEASURED_BYTES = 1 << 20
@@ -55,16 +60,16 @@ class _Store:
 
 @dataclass(slots=True)
 class _Offer:
-    """A path that waits to be offered to `tiers`; `hit` pins it.
+    """A path that waits to be offered to a tier; `hit` pins it.
 
-    `parts`: blocks that a tier had when a part of the path was sent there.
+    `num_known`: blocks that the tier had when a part of the path was sent there; -1 before the first.
     """
 
+    tier: KVTier
     hit: PrefixHit
-    tiers: Sequence[KVTier]
-    parts: Mapping[Tier, int]
     account: Account
     use: Use | None
+    num_known: int
 
 
 @dataclass(slots=True)
@@ -107,7 +112,9 @@ class HierarchyManager:
         self._migrator, self._costs, self._block_bytes = migrator, costs, bytes_per_block
         self._stores: dict[int, _Store] = {}
         self._storing: set[tuple[Tier, int]] = set()
-        self._later: list[_Offer] = []
+        self._later: dict[tuple[Tier, int], list[_Offer]] = {}
+        """By tier and the block whose write they wait for."""
+        self._is_holding = False
         self._loads: dict[int, _Load] = {}
         self._holds: dict[str, _Hold] = {}
         self._move_of: dict[str, int] = {}
@@ -130,67 +137,92 @@ class HierarchyManager:
         hit: PrefixHit,
         account: Account,
         use: Use | None,
-        parts: Mapping[Tier, int] = MappingProxyType({}),
+        num_known: int = -1,
     ) -> None:
         """Write what tiers lack of a path.
 
         A tier into which the first of these blocks is being written is offered the path again behind that;
-        so is one that lacks more than may be under way, behind a part of it. `parts`: see `_Offer`.
+        so is one that lacks more than may be under way, behind a part of it. `num_known`: see `_Offer`.
         """
         stores: dict[Tier, TierStore] = {}
-        later: list[KVTier] = []
-        sent: dict[Tier, int] = {}
-        ids = self._index.block_ids(hit) if self._storing else ()
+        later: list[tuple[int, _Offer]] = []
+        ids: BlockIds | None = None
         for tier in tiers:
-            known = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
-            missing = hit.num_blocks - known
-            if missing and ids and (tier.tier, ids[known]) in self._storing:
-                later.append(tier)
+            found = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
+            known, missing = found.num_blocks, hit.num_blocks - found.num_blocks
+            block = ANY_BLOCK
+            if missing:
+                ids = ids or self._index.block_ids(hit)
+                block = ids[known]
+            if (tier.tier, block) in self._storing:
+                later.append((block, _Offer(tier, hit, account, use, num_known)))
                 continue
-            if known <= parts.get(tier.tier, -1):  # it has not taken the last part
+            if known <= num_known:  # it has not taken the last part
                 continue
-            num_now, has_rest = self._num_to_save(tier, known, missing, goes_on=tier.tier in parts)
+            num_now, has_rest = self._num_to_save(tier, found, missing, goes_on=num_known >= 0)
             part_use = None if has_rest else use
             store = tier.begin_store(
                 hit.tokens, hit.namespace, known + num_now, account, part_use, has_time=num_now > 0
             )
             if store is not None:
                 stores[tier.tier] = store
-            if has_rest and (store is not None or not num_now):
-                later.append(tier)
-                sent[tier.tier] = known if num_now else parts.get(tier.tier, -1)
+            if has_rest and not num_now:
+                later.append((ANY_BLOCK, _Offer(tier, hit, account, use, num_known)))
+            elif has_rest and store is not None:
+                later.append((block, _Offer(tier, hit, account, use, known)))
             elif tier.can_store:
                 tier.num_dropped += missing - (num_now if store is not None else 0)
-        if later:
-            self._later.append(_Offer(self._index.pin(hit, is_use=False), later, sent, account, use))
-        if stores:
-            self._send_down(hit, stores, ends=use is not None)
+        for block, offer in later:
+            self._offer_later(block, offer)
+        if stores and ids:
+            self._send_down(hit, ids, stores, ends=use is not None)
 
-    def _num_to_save(self, tier: KVTier, known: int, missing: int, *, goes_on: bool) -> tuple[int, bool]:
+    def _offer_later(self, block: int, offer: _Offer) -> None:
+        if sum(map(len, self._later.values())) >= MAX_LATER:
+            offer.tier.num_dropped += offer.hit.num_blocks
+            return
+        offer.hit = self._index.pin(offer.hit, is_use=False)
+        self._later.setdefault((offer.tier.tier, block), []).append(offer)
+
+    def _offer_again(self, ended: set[tuple[Tier, int]]) -> None:
+        """Offer the paths that wait for one of these blocks to be written, and those that wait for any."""
+        ended |= {(tier.tier, ANY_BLOCK) for tier in self.tiers}
+        waiting = [offer for key in sorted(self._later.keys() & ended) for offer in self._later.pop(key)]
+        for offer in waiting:
+            self._offer_to((offer.tier,), offer.hit, offer.account, offer.use, offer.num_known)
+            self._index.unpin(offer.hit, is_use=False)
+
+    def _drop_offers(self) -> None:
+        for offer in itertools.chain(*self._later.values()):
+            self._index.unpin(offer.hit, is_use=False)
+        self._later.clear()
+
+    def _num_to_save(
+        self, tier: KVTier, found: PrefixHit, missing: int, *, goes_on: bool
+    ) -> tuple[int, bool]:
         """How many missing blocks of a path to write now, and whether the next ones follow behind them.
 
         A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
         `goes_on`: one has gone. Of another path, what does not fit now is dropped.
         """
-        fitting = min(missing, tier.pool.total_blocks - known)
+        fitting = min(missing, tier.num_slots_behind(found))
         most = max(1, MAX_PENDING_BYTES // self._block_bytes)
         room = max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
         if fitting <= room or not tier.can_store or (fitting <= most and not goes_on):
             return min(fitting, room), False
         return (room if 2 * room >= most else 0), True
 
-    def _send_down(self, hit: PrefixHit, stores: dict[Tier, TierStore], *, ends: bool) -> None:
+    def _send_down(self, hit: PrefixHit, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool) -> None:
         pinned = self._index.pin(hit, is_use=False)
         positions = sorted({position for store in stores.values() for position in store.positions})
         offset_of = {position: offset for offset, position in enumerate(positions)}
-        ids = self._index.block_ids(pinned)
         targets = tuple(
             MoveTarget(name, [offset_of[position] for position in store.positions], store.slots)
             for name, store in stores.items()
         )
         plan = MigrationPlan(
             self._path(hit.tokens, positions[-1] + 1), hit.namespace, positions, Tier.HBM,
-            [ids[position] for position in positions], targets, ends,
+            [ids[position] for position in positions], targets, ends, self._is_holding,
         )  # fmt: skip
         move_id = self._migrator.migrate(plan)
         blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
@@ -204,10 +236,12 @@ class HierarchyManager:
         tier = next(self._own_tiers(), None)
         if tier is None or not hit.num_blocks or not self._may_hold(tier, hit):
             return
+        self._is_holding = True
         self._offer_to((tier,), hit, account, use)
         while self._stores:
             self._migrator.wait(1.0)
             self._came = self.poll()
+        self._is_holding = False
         saved = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
         self._holds[request_id] = _Hold(tier, tier.index.pin(saved, is_use=False))
 
@@ -361,13 +395,17 @@ class HierarchyManager:
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        reports = self._migrator.poll()
+        reports, ended = self._migrator.poll(), set[tuple[Tier, int]]()
+        for source, name in self._migrator.stuck(MAX_CALL_S).items():
+            if name is not Tier.REMOTE:  # that has time limits of its own
+                reports += self._give_up(source, name)
         if self._remote is not None:
             arrived += self._poll_remote(self._remote, reports)
         for report in reports:
             store = self._stores.pop(report.move_id, None)
             if store is not None:
                 self._stored(store, report)
+                ended |= store.blocks
                 continue
             load = self._loads.pop(report.move_id)
             self._loaded(load, report)
@@ -375,8 +413,20 @@ class HierarchyManager:
                 del self._move_of[load.request_id]
                 arrived.append(load.request_id)
         if reports and self._later:
-            self._offer_again()
+            self._offer_again(ended)
         return arrived
+
+    def _give_up(self, source: Tier, name: Tier) -> list[MigrationReport]:
+        """Do without a tier whose storage does not return; returns reports of the moves behind that call."""
+        [tier] = [tier for tier in self.tiers if tier.tier is name]
+        tier.give_up(f"it has not answered for {MAX_CALL_S:g} s")
+        log.warning("the tier %s is not used any more: %s", name, tier.fault)
+        behind = [number for number, load in self._loads.items() if load.tier.tier is source]
+        if source is Tier.HBM:
+            behind = [*self._stores]
+        reports = [self._migrator.abandon(move_id) for move_id in behind]
+        self._migrator.replace_thread(source)
+        return reports
 
     def _poll_remote(self, remote: RemoteTier, reports: list[MigrationReport]) -> list[str]:
         """Returns requests whose question has ended; adds reports of loads that are given up."""
@@ -407,18 +457,6 @@ class HierarchyManager:
                     self._bytes_per_s[name] = max(self._bytes_per_s[name], reached)
         self._storing -= store.blocks
         self._index.unpin(store.hit, is_use=False)
-
-    def _offer_again(self) -> None:
-        """Offer the paths that wait for the end of a move."""
-        waiting, self._later = self._later, []
-        for offer in waiting:
-            self._offer_to(offer.tiers, offer.hit, offer.account, offer.use, offer.parts)
-            self._index.unpin(offer.hit, is_use=False)
-
-    def _drop_offers(self) -> None:
-        for offer in self._later:
-            self._index.unpin(offer.hit, is_use=False)
-        self._later.clear()
 
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)

@@ -16,9 +16,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class MigrationPlan:
 
     `positions` ascend. `path`: int32 bytes of the path's tokens, from the first token up to the last block
     that is moved. `source_ids`: the block or slot of each position in `source`. `ends`: its request
-    has ended (see `AdmissionFilter`).
+    leaves the batch (see `AdmissionFilter`). `is_awaited`: the engine waits for the end of the move.
     """
 
     path: bytes
@@ -64,6 +64,7 @@ class MigrationPlan:
     source_ids: Sequence[int]
     targets: tuple[MoveTarget, ...]
     ends: bool = False
+    is_awaited: bool = False
 
 
 @dataclass(slots=True)
@@ -107,7 +108,13 @@ class Migrator(Protocol):
         """Stop a move at its next chunk. Its report still comes. Unknown ids are ignored."""
 
     def abandon(self, move_id: int) -> MigrationReport:
-        """End a load now; returns its report, which `poll` does not return any more."""
+        """End a move now; returns its report, which `poll` does not return any more."""
+
+    def stuck(self, limit_s: float) -> Mapping[Tier, Tier]:
+        """Sources whose thread has been in one call for longer, and the tier whose storage it called."""
+
+    def replace_thread(self, source: Tier) -> None:
+        """What is migrated from now on does not wait for a thread that is stuck."""
 
     def poll(self) -> list[MigrationReport]:
         """The reports since the last call; each ends its move. Never waits."""
@@ -132,8 +139,8 @@ class KVMigrator:
     """Implements `Migrator`: owns the worker threads and their buffers.
 
     `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
-    down, so that it leaves memory bandwidth to the engine; None: no bound. `filters`: of tiers that do not
-    take every block.
+    down, so that it leaves memory bandwidth to the engine; None: no bound, nor for what is awaited.
+    `filters`: of tiers that do not take every block.
     """
 
     def __init__(
@@ -154,8 +161,10 @@ class KVMigrator:
         self._threads = {
             source: ThreadPoolExecutor(1, f"sagellm-kv-from-{source}") for source in (Tier.HBM, *storages)
         }
-        # Held while blocks of the device are written, and while a move is abandoned.
-        self._writing = threading.Lock()
+        # Held while blocks of the device are written, or read, and while a move is abandoned.
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._calls: dict[Tier, tuple[Tier, float]] = {}
+        self._failures: set[str] = set()
         self._buffers = threading.local()
         self._moves: dict[int, _Move] = {}
         self._abandoned: set[int] = set()
@@ -181,11 +190,11 @@ class KVMigrator:
             self._moves[move_id].cancelled.set()
 
     def abandon(self, move_id: int) -> MigrationReport:
-        """End a load now, though its thread may still read; returns its report.
+        """End a move now, though its thread may still call a storage; returns its report.
 
-        From now on the thread writes no block of the device, and `poll` does not report the move.
+        From now on the thread reads and writes no block of the device, and `poll` does not report the move.
         """
-        with self._writing:
+        with self._writing, self._reading:
             move = self._end(move_id)
             move.cancelled.set()
             self._abandoned.add(move_id)
@@ -193,6 +202,16 @@ class KVMigrator:
         report.outcome = ReadOutcome.OK  # another one is of a block that the thread has not counted yet
         report.spent_s = max(0.0, time.perf_counter() - move.began_s)
         return report
+
+    def stuck(self, limit_s: float) -> dict[Tier, Tier]:
+        before_s = time.perf_counter() - limit_s
+        return {source: tier for source, (tier, began_s) in self._calls.copy().items() if began_s < before_s}
+
+    def replace_thread(self, source: Tier) -> None:
+        """See `Migrator`. The old thread ends when its call returns."""
+        self._threads[source].shutdown(wait=False, cancel_futures=False)
+        self._threads[source] = ThreadPoolExecutor(1, f"sagellm-kv-from-{source}")
+        self._calls.pop(source, None)
 
     def poll(self) -> list[MigrationReport]:
         self._has_done.clear()
@@ -235,8 +254,9 @@ class KVMigrator:
         try:
             self._move(plan, report, move.cancelled)
         except Exception as error:  # a worker must report, or its blocks are held for ever
-            log.exception("a migration of %d blocks failed", len(plan.positions))
-            report.outcome = ReadOutcome.IO_ERROR if report.outcome is ReadOutcome.OK else report.outcome
+            if type(error).__name__ not in self._failures:
+                self._failures.add(type(error).__name__)
+                log.exception("moving %d KV blocks failed; the next ones are not told", len(plan.positions))
             report.errors.setdefault(plan.source, repr(error))
         report.spent_s = time.perf_counter() - began_s
         self._done.append(report)
@@ -261,7 +281,7 @@ class KVMigrator:
                 report.num_bytes += num_read * self._block_bytes
             if report.outcome is not ReadOutcome.OK:
                 return
-            if plan.source is Tier.HBM and self._max_bytes_per_s:
+            if plan.source is Tier.HBM and self._max_bytes_per_s and stop < end and not plan.is_awaited:
                 due_s = began_s + report.num_bytes / self._max_bytes_per_s
                 cancelled.wait(max(0.0, due_s - time.perf_counter()))
 
@@ -285,10 +305,14 @@ class KVMigrator:
         """Read a chunk; returns how many leading blocks are right."""
         ids = plan.source_ids[start:stop]
         if plan.source is Tier.HBM:
-            self._device.read_blocks(ids, chunk)
+            with self._reading:
+                if report.move_id in self._abandoned:
+                    return 0
+                self._device.read_blocks(ids, chunk)
             return stop - start
         expected = [hashes[position] for position in plan.positions[start:stop]]
-        outcomes = self._storages[plan.source].read(ids, expected, chunk)
+        with self._call(plan.source, plan.source):
+            outcomes = self._storages[plan.source].read(ids, expected, chunk)
         for number, outcome in enumerate(outcomes):
             if outcome is not ReadOutcome.OK:
                 report.outcome = outcome
@@ -304,7 +328,7 @@ class KVMigrator:
         last, most = done, report.num_admitted.get(target.tier, len(target.offsets))
         while last < most and target.offsets[last] < stop:
             last += 1
-        if last == done or target.tier in report.errors:
+        if last == done or target.tier in report.errors or report.move_id in self._abandoned:
             return
         offsets, ids = target.offsets[done:last], target.block_ids[done:last]
         data = self._pieces(chunk, [offset - start for offset in offsets])
@@ -315,11 +339,22 @@ class KVMigrator:
                 self._stored(plan, hashes, offset, slot) for offset, slot in zip(offsets, ids, strict=True)
             ]
             try:
-                self._storages[target.tier].write(blocks, data)
+                with self._call(plan.source, target.tier):
+                    self._storages[target.tier].write(blocks, data)
             except OSError as error:
                 report.errors[target.tier] = str(error)
                 return
         report.num_written[target.tier] = last
+
+    @contextmanager
+    def _call(self, source: Tier, tier: Tier) -> Iterator[None]:
+        """The thread of a source calls the storage of a tier."""
+        self._calls[source] = call = tier, time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._calls.get(source) is call:  # else another thread has taken its place
+                del self._calls[source]
 
     def _stored(self, plan: MigrationPlan, hashes: Sequence[bytes], offset: int, slot: int) -> StoredBlock:
         position, size = plan.positions[offset], self._token_bytes

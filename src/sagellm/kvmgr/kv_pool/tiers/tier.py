@@ -61,7 +61,7 @@ class KVTier:
         self._damaged: set[int] = set()
         self.misses: Counter[ReadOutcome] = Counter()
         self.num_stored = self.num_loaded = self.num_evicted = self.num_dropped = self.num_refused = 0
-        self._write_fault = ""
+        self._write_fault = self._gone = ""
 
     @property
     def fault(self) -> str:
@@ -69,7 +69,11 @@ class KVTier:
 
         Where the storage itself has failed, nothing is read either.
         """
-        return self._write_fault or self.storage.fault or ""
+        return self._gone or self._write_fault or self.storage.fault or ""
+
+    def give_up(self, reason: str) -> None:
+        """The storage is neither written nor read any more."""
+        self._gone = reason
 
     @property
     def can_store(self) -> bool:
@@ -78,7 +82,7 @@ class KVTier:
 
     def lookup(self, tokens: Tokens, namespace: Namespace, max_tokens: int | None = None) -> PrefixHit:
         """The longest prefix that is here, up to the first damaged block."""
-        hit = self.index.lookup(tokens, namespace, 0 if self.storage.fault else max_tokens)
+        hit = self.index.lookup(tokens, namespace, 0 if self._gone or self.storage.fault else max_tokens)
         if not self._damaged or not hit.num_blocks:
             return hit
         for position, slot in enumerate(self.index.block_ids(hit)):
@@ -87,6 +91,11 @@ class KVTier:
         return hit
 
     # -- down
+
+    def num_slots_behind(self, hit: PrefixHit) -> int:
+        """Slots for blocks behind a prefix: free ones, and those of blocks that can be evicted for them."""
+        on_path = self.index.num_unpinned_on_path(hit) if hit.num_blocks else 0
+        return self.pool.num_free + self.index.num_evictable - on_path
 
     def begin_store(
         self,
@@ -208,10 +217,10 @@ class KVTier:
         return self.num_evicted - before
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
-        """Have slots free for the account, as far as shares allow."""
+        """Have slots free for the account, as far as shares allow. Evicts nothing where that is too few."""
         if self._quota is None:
-            missing = min(num_blocks - self.pool.num_free, self.index.num_evictable)
-            if missing > 0:
+            missing = num_blocks - self.pool.num_free
+            if 0 < missing <= self.index.num_evictable:
                 self._give_back(self.index.evict(missing))
             return
         while num_blocks > min(self.pool.num_free, self._quota.headroom(account)):
