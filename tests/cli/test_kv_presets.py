@@ -49,10 +49,10 @@ def test_everything_explicit_wins(cli: Any, tmp_path: Path) -> None:
     )
     kv = resolved.config.kv
     assert (kv.host_gb, kv.disk_gb, kv.codec, kv.memory_fraction) == (3, 7, "raw", 0.15)
-    shown = cli("config", "show", "--origin", "--kv-preset", "laptop", "--kv-host-gb", "5").output
+    shown = cli("config", "show", "--origin", "--kv-preset", "host-only", "--kv-host-gb", "5").output
     lines = {line.split()[0]: line for line in shown.splitlines()}
     assert lines["kv.host_gb"].split()[1:] == ["5.0", "command", "line"]
-    assert lines["kv.memory_fraction"].split()[1:] == ["0.15", "KV", "preset", "laptop"]
+    assert lines["kv.memory_fraction"].split()[1:] == ["0.15", "KV", "preset", "host-only"]
 
 
 def test_an_unknown_name_lists_the_known(cli: Any) -> None:
