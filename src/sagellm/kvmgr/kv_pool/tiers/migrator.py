@@ -24,6 +24,7 @@ from typing import Protocol
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.numa import stay_on_node
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcome, StoredBlock
 from sagellm.core.types import TOKEN_BYTES, Namespace
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
@@ -134,6 +135,9 @@ class KVMigrator:
     `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
     down, so that it leaves memory bandwidth to the engine; None: no bound. `filters`: of tiers that do not
     take every block.
+
+    The threads stay on the NUMA node of the device. They are the first to write to their buffers and to the
+    slots of a host tier, so both lie there.
     """
 
     def __init__(
@@ -152,7 +156,10 @@ class KVMigrator:
         self._blocks_per_chunk = max(1, chunk_bytes // self._block_bytes)
         self._max_bytes_per_s, self._filters = max_bytes_per_s, dict(filters or {})
         self._threads = {
-            source: ThreadPoolExecutor(1, f"sagellm-kv-from-{source}") for source in (Tier.HBM, *storages)
+            source: ThreadPoolExecutor(
+                1, f"sagellm-kv-from-{source}", initializer=stay_on_node, initargs=(device.numa_node,)
+            )
+            for source in (Tier.HBM, *storages)
         }
         # Held while blocks of the device are written, and while a move is abandoned.
         self._writing = threading.Lock()
@@ -335,8 +342,9 @@ class KVMigrator:
         return memoryview(bytearray().join([chunk[n * size : (n + 1) * size] for n in numbers]))
 
     def _buffer(self) -> memoryview:
-        """This thread's buffer of one chunk."""
+        """This thread's buffer of one chunk, near the device."""
         if not hasattr(self._buffers, "chunk"):
             self._buffers.chunk = aligned_buffer(self._blocks_per_chunk * self._block_bytes)
+            self._device.lock_pages(self._buffers.chunk)
         chunk: memoryview = self._buffers.chunk
         return chunk
