@@ -6,8 +6,8 @@
 chunk: through a buffer as the system gives it, and through one that is page-locked (`lock_pages`).
 `one copy`, torch's copy between a tensor and the locked buffer, is what the link gives. `save` and `load` are
 whole moves between pool and `HostStorage`, by one thread: where they are much slower than `locked`, the copy
-between buffer and host tier bounds them. Rounds are interleaved; figures are medians of GB/s, with the least and the
-most. In the end the pool is compared with what it was.
+between buffer and host tier bounds them. Rounds are interleaved; figures are medians of GB/s, with the least
+and the most. In the end the pool is compared with what it was.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class NoBytes:
     """Implements `BlockBytes` and `BlockStorage` for blocks without bytes."""
 
     bytes_per_block = 1
-    numa_node = None
+    numa_node: int | None = None
     fault: str | None = None
 
     def __init__(self, num_slots: int) -> None:

@@ -111,7 +111,7 @@ def test_cuda_refuses_to_lock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         drained.append(True)
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(block_bytes.torch, "ones", ones)
+    monkeypatch.setattr(torch, "ones", ones)
     data = cuda.pool_bytes(random_pools())
     data.lock_pages(memoryview(bytearray(64)))
     assert drained == [True]

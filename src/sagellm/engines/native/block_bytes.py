@@ -45,7 +45,8 @@ class PoolBytes:
         if self._stream is None:
             return
         with torch.cuda.device(self._device):
-            error = int(torch.cuda.cudart().cudaHostRegister(_address(buffer), len(buffer), 0))
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(cudart.cudaHostRegister(_address(buffer), len(buffer), 0))
             if not error:
                 weakref.finalize(self, _unlock_pages, buffer, self._device).atexit = False
                 return
@@ -104,4 +105,5 @@ def _address(buffer: memoryview) -> int:
 
 def _unlock_pages(buffer: memoryview, device: torch.device) -> None:
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(_address(buffer))
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostUnregister(_address(buffer))

@@ -43,7 +43,7 @@ class _Row:
 class TokenBytes:
     """Implements `BlockBytes`: three int64 for each token, -1 for none."""
 
-    numa_node = None
+    numa_node: int | None = None
 
     def __init__(self, memory: list[_Slot], block_size: int) -> None:
         self._memory, self._size = memory, block_size
