@@ -39,10 +39,14 @@ class NoBytes:
     """Implements `BlockBytes` and `BlockStorage` for blocks without bytes."""
 
     bytes_per_block = 1
+    numa_node: int | None = None
     fault: str | None = None
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+
+    def lock_pages(self, buffer: memoryview) -> None:
+        pass
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         pass

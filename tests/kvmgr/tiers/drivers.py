@@ -55,8 +55,13 @@ class FakeDevice:
 
     bytes_per_block = BLOCK_BYTES
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, numa_node: int | None = None) -> None:
         self.blocks = np.zeros((num_blocks, BLOCK_BYTES), np.uint8)
+        self.numa_node = numa_node
+        self.locked: list[memoryview] = []
+
+    def lock_pages(self, buffer: memoryview) -> None:
+        self.locked.append(buffer)
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         target[:] = self.blocks[list(block_ids)].tobytes()

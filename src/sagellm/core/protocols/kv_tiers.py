@@ -147,10 +147,18 @@ class BlockBytes(Protocol):
     """The KV blocks of a backend as bytes. Its methods run on worker threads, beside the engine's steps.
 
     The caller makes sure that no step writes the blocks that are read, nor reads the blocks that are written.
-    A block has `bytes_per_block` bytes, in the order of the backend's layout.
+    A block has `bytes_per_block` bytes, in the order of the backend's layout. `numa_node`: the memory node
+    that the device is near; None where the system names none, and for a CPU.
     """
 
     bytes_per_block: int
+    numa_node: int | None
+
+    def lock_pages(self, buffer: memoryview) -> None:
+        """Page-lock a buffer, if the device then copies faster to and from it.
+
+        It stays locked, and is kept, as long as this object lives. A system that refuses is no error.
+        """
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         """Copy blocks one behind the other into `target` (len(block_ids) x bytes_per_block bytes)."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from sagellm.core.numa import node_of_pci
 from sagellm.core.protocols.kv_tiers import Buffer
 
+log = logging.getLogger("sagellm.tiers")
 Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
 
 
@@ -18,52 +23,87 @@ class PoolBytes:
     """Implements `BlockBytes`. A block's bytes are its row in each pool, one behind the other.
 
     `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
-    copies whole rows at the speed of memory; torch's indexing takes two to three times as long. On a GPU the
-    copies have a stream of their own, and are waited for.
+    copies whole rows at the speed of memory; torch's indexing takes two to three times as long. A GPU gathers
+    rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
         self._pools = pools
         self._spans = list(pairwise([0, *accumulate(pool.shape[1] for pool in self._pools)]))
         self.bytes_per_block = self._spans[-1][1]
+        self.numa_node: int | None = None
         self._device = pools[0].device
         self._arrays: list[Rows] = []
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self.numa_node = node_of_pci(_pci_address(self._device))
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
+
+    def lock_pages(self, buffer: memoryview) -> None:
+        if self._stream is None:
+            return
+        with torch.cuda.device(self._device):
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(cudart.cudaHostRegister(_address(buffer), len(buffer), 0))
+            if not error:
+                weakref.finalize(self, _unlock_pages, buffer, self._device).atexit = False
+                return
+            log.warning(
+                "KV moves slower: CUDA locks no %d bytes of host memory (error %d)", len(buffer), error
+            )
+            with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel
+                torch.ones(1, device=self._device)
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         rows, ids = self._rows(target, len(block_ids)), np.asarray(block_ids, np.int64)
         for array, (start, stop) in zip(self._arrays, self._spans, strict=False):
             rows[:, start:stop] = array[ids]
-        for pool, index, (start, stop) in self._on_gpu(ids):
-            torch.from_numpy(rows)[:, start:stop].copy_(pool.index_select(0, index), non_blocking=True)
-        self._wait()
+        if self._stream is not None:
+            with self._staged(ids) as (index, blocks):
+                for pool, (start, stop) in zip(self._pools, self._spans, strict=True):
+                    torch.index_select(pool, 0, index, out=blocks[:, start:stop])
+                torch.from_numpy(rows).copy_(blocks, non_blocking=True)
 
     def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
         rows, ids = self._rows(data, len(block_ids)), np.asarray(block_ids, np.int64)
         for array, (start, stop) in zip(self._arrays, self._spans, strict=False):
             array[ids] = rows[:, start:stop]
-        for pool, index, (start, stop) in self._on_gpu(ids):
-            part = torch.from_numpy(np.ascontiguousarray(rows[:, start:stop]))
-            pool.index_copy_(0, index, part.to(self._device, non_blocking=True))
-        self._wait()
+        if self._stream is not None:
+            with self._staged(ids) as (index, blocks):
+                blocks.copy_(torch.from_numpy(rows), non_blocking=True)
+                for pool, (start, stop) in zip(self._pools, self._spans, strict=True):
+                    pool.index_copy_(0, index, blocks[:, start:stop])
 
     def _rows(self, data: Buffer, num_blocks: int) -> Rows:
         """The bytes as [num_blocks, bytes_per_block]."""
         return np.frombuffer(data, np.uint8).reshape(num_blocks, self.bytes_per_block)
 
-    def _on_gpu(self, ids: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
-        """Each pool of a GPU with the ids and its span of a block."""
-        if self._stream is None:
-            return
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            index = torch.from_numpy(ids).to(self._device)
-            for pool, span in zip(self._pools, self._spans, strict=True):
-                yield pool, index, span
+    @contextmanager
+    def _staged(self, ids: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """On the GPU: the ids, and room for their blocks [num_blocks, bytes_per_block].
 
-    def _wait(self) -> None:
-        if self._stream is not None:
+        The body runs in the stream, which is waited for at its end.
+        """
+        assert self._stream is not None
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            blocks = torch.empty((len(ids), self.bytes_per_block), dtype=torch.uint8, device=self._device)
+            yield torch.from_numpy(ids).to(self._device), blocks
             self._stream.synchronize()
+
+
+def _pci_address(device: torch.device) -> str:
+    """As in sysfs: domain, bus, device; GPUs are function 0."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def _unlock_pages(buffer: memoryview, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostUnregister(_address(buffer))

@@ -43,9 +43,14 @@ class _Row:
 class TokenBytes:
     """Implements `BlockBytes`: three int64 for each token, -1 for none."""
 
+    numa_node: int | None = None
+
     def __init__(self, memory: list[_Slot], block_size: int) -> None:
         self._memory, self._size = memory, block_size
         self.bytes_per_block = block_size * _ENTRY.size
+
+    def lock_pages(self, buffer: memoryview) -> None:
+        pass
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]

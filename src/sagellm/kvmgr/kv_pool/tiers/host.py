@@ -20,9 +20,10 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 class HostStorage:
     """Implements `BlockStorage`. Owns one buffer from its constructor until `close`.
 
-    The system gives memory when a slot is first written. Nothing survives a restart, so `recover` returns
-    nothing. A slot has the hash of its tokens, and an epoch that changes with each write and each `forget`:
-    a slot that was rewritten while it was read is `OTHER_TOKENS`. There is no checksum.
+    The system gives memory when a slot is first written, from the NUMA node of the thread that writes it.
+    Nothing survives a restart, so `recover` returns nothing. A slot has the hash of its tokens, and an epoch
+    that changes with each write and each `forget`: a slot that was rewritten while it was read is
+    `OTHER_TOKENS`. There is no checksum.
     """
 
     def __init__(self, num_slots: int, block_format: BlockFormat) -> None:

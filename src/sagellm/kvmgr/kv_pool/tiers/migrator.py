@@ -24,6 +24,7 @@ from typing import Protocol
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.numa import stay_on_node
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockStorage, ReadOutcome, StoredBlock
 from sagellm.core.types import TOKEN_BYTES, Namespace
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
@@ -141,6 +142,9 @@ class KVMigrator:
     `device` has the blocks of tier 'hbm', `storages` those of the others. `max_bytes_per_s` bounds what goes
     down, so that it leaves memory bandwidth to the engine; None: no bound, nor for what is awaited.
     `filters`: of tiers that do not take every block.
+
+    The threads stay on the NUMA node of the device. They are the first to write to their buffers and to the
+    slots of a host tier, so both lie there.
     """
 
     def __init__(
@@ -158,9 +162,7 @@ class KVMigrator:
         self._block_bytes, self._token_bytes = device.bytes_per_block, block_size * TOKEN_BYTES
         self._blocks_per_chunk = max(1, chunk_bytes // self._block_bytes)
         self._max_bytes_per_s, self._filters = max_bytes_per_s, dict(filters or {})
-        self._threads = {
-            source: ThreadPoolExecutor(1, f"sagellm-kv-from-{source}") for source in (Tier.HBM, *storages)
-        }
+        self._threads = {source: self._thread(source) for source in (Tier.HBM, *storages)}
         # Held while blocks of the device are written, or read, and while a move is abandoned.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._calls: dict[Tier, tuple[Tier, float]] = {}
@@ -172,6 +174,10 @@ class KVMigrator:
         self._has_done = threading.Event()
         self._num_moves = 0
         self.num_pending_bytes = 0
+
+    def _thread(self, source: Tier) -> ThreadPoolExecutor:
+        node = self._device.numa_node
+        return ThreadPoolExecutor(1, f"sagellm-kv-from-{source}", initializer=stay_on_node, initargs=(node,))
 
     @property
     def is_idle(self) -> bool:
@@ -210,7 +216,7 @@ class KVMigrator:
     def replace_thread(self, source: Tier) -> None:
         """See `Migrator`. The old thread ends when its call returns."""
         self._threads[source].shutdown(wait=False, cancel_futures=False)
-        self._threads[source] = ThreadPoolExecutor(1, f"sagellm-kv-from-{source}")
+        self._threads[source] = self._thread(source)
         self._calls.pop(source, None)
 
     def poll(self) -> list[MigrationReport]:
@@ -370,8 +376,9 @@ class KVMigrator:
         return memoryview(bytearray().join([chunk[n * size : (n + 1) * size] for n in numbers]))
 
     def _buffer(self) -> memoryview:
-        """This thread's buffer of one chunk."""
+        """This thread's buffer of one chunk, near the device."""
         if not hasattr(self._buffers, "chunk"):
             self._buffers.chunk = aligned_buffer(self._blocks_per_chunk * self._block_bytes)
+            self._device.lock_pages(self._buffers.chunk)
         chunk: memoryview = self._buffers.chunk
         return chunk
