@@ -232,7 +232,7 @@ class User:
     def __init__(
         self,
         num_blocks: int,
-        tiers: Sequence[tuple[Tier, FaultyStorage]],
+        tiers: Sequence[tuple[Tier, BlockStorage]],
         policy: str = "lru",
         server: FakeServer | None = None,
         filters: Mapping[Tier, AdmissionFilter] | None = None,

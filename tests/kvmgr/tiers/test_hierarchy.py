@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.blocks import Tier
-from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
+from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, TierLookup
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
-from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
+from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FaultyStorage, User
 
 
 def prompt(name: int, num_blocks: int, shared: int = 0) -> Tokens:
@@ -190,6 +192,33 @@ def test_a_restart_finds_what_was_stored() -> None:
     reused = [second.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)]
     assert reused == [5, 5, 5, 2, 5, 5, 5, 5, 5, 5]
     second.settle()
+    second.check()
+    second.hierarchy.close()
+
+
+@pytest.mark.parametrize(("num_blocks", "ends"), [(12, True), (4, False)], ids=["ended", "loaded"])
+def test_what_was_used_longest_ago_is_evicted_first_after_a_restart(
+    tmp_path: Path, num_blocks: int, ends: bool
+) -> None:
+    """`a` was written before `b`, and used after it: on the device by a request that ended, or loaded."""
+
+    def started() -> User:
+        user = User(num_blocks, [(Tier.NVME, DiskStorage(tmp_path, 8, BlockFormat(bytes(16), BLOCK_BYTES)))])
+        user.tiers[0].recover()
+        return user
+
+    a, b, c = (prompt(name, 4) for name in range(3))
+    first = started()
+    for number, tokens in enumerate((a, b, a)):
+        assert first.serve(tokens, str(number)) == (4 if number == 2 else 0)
+        first.settle()
+    if ends:
+        first.end(a)
+    first.hierarchy.close()
+    second = started()
+    second.serve(c, "c")
+    second.settle()
+    assert [second.tiers[0].lookup(each, Namespace()).num_blocks for each in (a, b, c)] == [4, 0, 4]
     second.check()
     second.hierarchy.close()
 
