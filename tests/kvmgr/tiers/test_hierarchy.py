@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, TierLookup
@@ -317,49 +314,6 @@ def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
     assert second.tiers[0].recover() == 2
     second.check()
     second.hierarchy.close()
-
-
-@given(
-    seed=st.integers(0, 1 << 30),
-    fault_rate=st.sampled_from([0.0, 0.05, 0.3]),
-    policy=st.sampled_from(["lru", "adaptive"]),
-)
-@settings(max_examples=40)
-def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str) -> None:
-    """Sessions over a small device and two smaller and larger tiers, with faults in every read."""
-    rng = random.Random(seed)
-    storages = [FaultyStorage(20, seed, fault_rate), FaultyStorage(60, seed + 1, fault_rate)]
-    user = User(12, [(Tier.DRAM, storages[0]), (Tier.NVME, storages[1])], policy)
-    sessions = [prompt(name, 2, shared=1) for name in range(10)]
-    spaces = [Namespace(), Namespace(tenant="other")]
-    for number in range(60):
-        slot = rng.randrange(len(sessions))
-        tokens = sessions[slot]
-        space = spaces[slot % 2]
-        kind = rng.random()
-        if kind < 0.1:
-            user.hierarchy.request(f"gone {number}", tokens, space, len(tokens))
-            user.hierarchy.cancel(f"gone {number}")
-        elif kind < 0.15:
-            storages[rng.randrange(2)].fails_to_write = rng.random() < 0.3
-        elif kind < 0.2:
-            user.hierarchy.clear()
-        elif kind < 0.3:
-            user.preempt(tokens, f"preempted {slot}", space)
-        elif kind < 0.4:
-            user.hierarchy.let_go(f"preempted {slot}")
-        else:
-            user.serve(tokens, f"r{number}", space)
-            if rng.random() < 0.7:
-                sessions[slot] = Tokens([*tokens, *(rng.randrange(1 << 20) for _ in range(SIZE))])
-            if len(sessions[slot]) > 10 * SIZE:
-                sessions[slot] = prompt(100 + number, 2, shared=1)
-        if rng.random() < 0.5:
-            user.settle()
-            user.check()
-    user.settle()
-    user.check()
-    user.hierarchy.close()
 
 
 def test_a_filter_keeps_the_disk_for_what_comes_again() -> None:

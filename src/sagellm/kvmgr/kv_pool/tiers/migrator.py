@@ -316,8 +316,10 @@ class KVMigrator:
             ]
             try:
                 self._storages[target.tier].write(blocks, data)
-            except OSError as error:
-                report.errors[target.tier] = str(error)
+            except Exception as error:  # of this tier alone
+                if not isinstance(error, OSError):
+                    log.exception("the tier %s failed to write %d blocks", target.tier, len(blocks))
+                report.errors[target.tier] = str(error) or repr(error)
                 return
         report.num_written[target.tier] = last
 
