@@ -69,7 +69,7 @@ class KVTier:
 
         Where the storage itself has failed, nothing is read either.
         """
-        return self._write_fault or self.storage.fault or ""
+        return self.storage.fault or self._write_fault
 
     @property
     def can_store(self) -> bool:
