@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
