@@ -44,7 +44,9 @@ def fake_engine(
     """
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
-    clock = ManualClock()
+    clock, tiers = ManualClock(), None
+    if host_blocks:
+        tiers = tiers_below(backend, clock, host_blocks=host_blocks, events=events, **kv_options)
     kv = build_kv(
         KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching, **kv_options),
         capability.num_blocks,
@@ -52,7 +54,7 @@ def fake_engine(
         groups=backend.get_kv_schema().groups,
         state_pages=backend.get_kv_schema().state_pages,
         max_chunk=max_batched_tokens,
-        tiers=tiers_below(backend, clock, host_blocks=host_blocks, events=events) if host_blocks else None,
+        tiers=tiers,
         clock=clock,
         events=events,
     )

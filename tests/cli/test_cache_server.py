@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from sagellm.cli.cache_server import server_values
+from sagellm.diagnostics.watch import counters
 from sagellm.engines.build import load
 from tests.engines.native.test_tiers import BLOCK, LENGTH, ask, engine, prompts
 from tests.serving.live import serving, wait_until
@@ -88,3 +90,14 @@ def test_kv_moves_to_another_folder_and_hits(cli: Any, tmp_path: Path, codec: st
     refused = cli("cache", "import", file, "--dir", str(tmp_path / "of other"))
     assert refused.exit_code == 2
     assert "model fingerprint" in refused.output
+
+
+def test_misses_of_all_tiers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        'sagellm_kv_blocks{model_name="m",state="free"} 3.0',
+        'sagellm_kv_tier_misses_total{model_name="m",tier="dram",cause="absent"} 1.0',
+        'sagellm_kv_tier_misses_total{model_name="m",tier="nvme",cause="absent"} 2.0',
+        'sagellm_kv_tier_misses_total{model_name="m",tier="nvme",cause="corrupt"} 4.0',
+    ]
+    monkeypatch.setattr(counters, "fetch_metrics", lambda address: "\n".join([*lines, ""]))
+    assert server_values(None)["tier_misses"] == {"absent": 3, "corrupt": 4}

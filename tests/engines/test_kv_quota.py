@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -12,6 +13,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import Namespace, Retention, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir.strategies import make
 from tests.builders import check_books, fake_engine, request, run_all
 
@@ -261,6 +263,36 @@ def test_no_salt_opens_the_door_of_a_sharing_group() -> None:
 def test_ranges_of_retention_are_bounded() -> None:
     with pytest.raises(RequestError, match="at most 64 ranges"):
         request("x", range(12), retention=(Retention(0, 1),) * 65)
+
+
+def test_guarantees_and_ceilings_hold_in_a_tier() -> None:
+    """`a` has half of a host tier for certain; `b` floods it, and has at most ten of its sixteen blocks."""
+    shares = {"a": {"guaranteed": 0.5}, "b": {"ceiling": 0.625}}
+    engine = fake_engine(TokenMemoryBackend(num_blocks=16), tenant_shares=shares, host_blocks=16)
+    assert isinstance(engine.kv.tiers, HierarchyManager)
+    [host] = engine.kv.tiers.tiers
+
+    def served(name: str, number: int) -> int:
+        """Tokens of a prompt of four blocks that were cached."""
+        prompt = [number, *range(16)]
+        engine.add(request(f"{name} {number}", prompt, 1, namespace=tenant(name)))
+        num_cached = 0
+        while engine.has_work():
+            num_cached += sum(output.num_cached_tokens or 0 for output in engine.step())
+            check_books(engine)
+            in_tier = Counter[str]()
+            for account, count in host.index.evictable_by_account().items():
+                in_tier[account.tenant] += count
+            assert in_tier["b"] <= 10
+        return num_cached
+
+    assert [served("a", number) for number in range(2)] == [0, 0]
+    assert [served("b", number) for number in range(10)] == [0] * 10
+    assert host.num_evicted >= 4 * 7, "of eight free blocks, b has two prompts at a time"
+    engine.kv.clear_cache()
+    assert [served("a", number) for number in range(2)] == [16, 16]
+    assert host.num_loaded == 8
+    engine.close()
 
 
 class PreemptFirst:

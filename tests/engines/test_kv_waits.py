@@ -9,8 +9,9 @@ from sagellm.core.protocols.kv_tiers import TierLookup
 from sagellm.core.types import RequestStatus
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.request_table import RequestTable
+from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
-from tests.builders import request
+from tests.builders import fake_engine, request, run_all
 
 
 class Tiers:
@@ -95,3 +96,27 @@ def test_a_cancelled_load_leaves_no_request_behind() -> None:
     tiers.loading, tiers.came = [], ["b"]
     waits.advance(start=True)
     assert states["b"].status is RequestStatus.WAITING
+
+
+def test_what_the_manager_answers() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=8), host_blocks=40)
+    for number in range(4):
+        engine.add(request(str(number), [10 * number + i for i in range(12)], 1))
+        run_all(engine)
+
+    def asked(first: int, num_tokens: int = 13, *, admits: bool = False) -> TierLookup:
+        state = RequestState.of(request("asks", range(first, first + num_tokens), 4))
+        answer = engine.kv.bring_up(state, start=True, admits=admits)
+        assert engine.kv.tiers is not None
+        engine.kv.tiers.cancel("asks")
+        return answer
+
+    assert asked(30, 12) is TierLookup.HIT
+    assert asked(30, 3) is TierLookup.MISS, "no whole block"
+    assert asked(70) is TierLookup.MISS
+    assert asked(0) is TierLookup.HIT_PENDING
+    engine.add(request("runs", range(60, 89), 2))
+    engine.step()
+    assert [asked(0, admits=admits) for admits in (False, True)] == [TierLookup.RETRY] * 2
+    run_all(engine)
+    engine.close()

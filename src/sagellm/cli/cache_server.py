@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import httpx2
@@ -44,7 +45,10 @@ def server_values(url: str | None) -> dict[str, Any]:
         raise ConfigError(f"{address} has no metrics of sageLLM: name a sageLLM server with --url")
 
     def by_label(name: str, label: str) -> dict[str, int]:
-        return {labels.get(label, ""): round(value) for labels, value in samples.get(name, ())}
+        sums = Counter[str]()
+        for labels, value in samples.get(name, ()):
+            sums[labels.get(label, "")] += round(value)
+        return dict(sums)
 
     def single(name: str) -> int:
         return round(sum(value for _, value in samples.get(name, ())))

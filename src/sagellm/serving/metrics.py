@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -198,10 +197,13 @@ class ServerMetrics(Collector):
         ):
             counts = {str(tier.tier): getattr(tier, kind) for tier in tiers}
             yield self._count(f"kv_tier_{kind}_blocks", text, counts, "tier")
-        misses = Counts[str]()
+        misses = CounterMetricFamily(
+            "sagellm_kv_tier_misses", "Blocks of tiers that did not verify", labels=(_LABEL, "tier", "cause")
+        )
         for tier in tiers:
-            misses.update(tier.misses)
-        yield self._count("kv_tier_misses", "Blocks of tiers that did not verify, by cause", misses, "cause")
+            for cause, count in tier.misses.items():
+                misses.add_metric((self._model, str(tier.tier), cause), count)
+        yield misses
         broken = {str(tier.tier): float(bool(tier.fault)) for tier in tiers}
         yield self._gauge("kv_tier_fault", "1: the tier has failed and is not used", broken, "tier")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -17,7 +18,9 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
+from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from tests.kvmgr.tiers.storages.stored_blocks import FaultyIO
 from tests.tiny_models import save_tiny
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
@@ -176,17 +179,43 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     os.system(f"umount -l {folder}")
 
 
+def served_around(
+    tmp_path: Path, kv: Path, caplog: pytest.LogCaptureFixture, num_prompts: int, io: FaultyIO | None = None
+) -> str:
+    """Ask until the disk has failed, and more: the same tokens as without tiers. Returns the one fault."""
+    save_tiny(tmp_path / "model", "llama")
+    alone = engine(tmp_path / "model")
+    tiered = engine(tmp_path / "model", **{"kv.disk_gb": 0.05, "kv.dir": str(kv)})
+    storage = hierarchy(tiered).tiers[0].storage
+    assert isinstance(storage, DiskStorage)
+    if io is not None:
+        storage._slab._io = io
+    asked = prompts(count=num_prompts)
+    for i, prompt in enumerate([*asked, *asked[:4]]):
+        assert ask(tiered, f"r{i}", prompt)[0] == ask(alone, f"r{i}", prompt)[0]
+    [fault] = tiered.stats().tier_faults
+    warnings = [each.getMessage() for each in caplog.records if "tier" in each.getMessage()]
+    assert [each for each in warnings if "room for" not in each] == [f"the disk tier is off: {storage.fault}"]
+    assert fault == f"nvme: {storage.fault}"
+    tiered.close()
+    alone.close()
+    return fault
+
+
+@pytest.mark.parametrize(("number", "error_number"), [(0, errno.EIO), (7, errno.ENOSPC)])
+def test_a_disk_that_fails_is_said_once_and_served_around(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int, error_number: int
+) -> None:
+    """At its first call, or at a later one."""
+    io = FaultyIO()
+    io.arm(number, error_number)
+    assert f"[Errno {error_number}]" in served_around(tmp_path, tmp_path / "kv", caplog, 12, io)
+
+
 def test_a_full_disk_is_said_once_and_served_around(
     tmp_path: Path, full_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_tiny(tmp_path / "model", "llama")
-    tiered = engine(tmp_path / "model", **{"kv.disk_gb": 0.05, "kv.dir": str(full_disk / "kv")})
-    for i, prompt in enumerate(prompts(count=40)):
-        ask(tiered, f"r{i}", prompt)
-    faults = tiered.stats().tier_faults
-    assert len(faults) <= 1
-    assert caplog.text.count("the disk tier is off") == len(faults)
-    tiered.close()
+    assert f"[Errno {errno.ENOSPC}]" in served_around(tmp_path, full_disk / "kv", caplog, 60)
 
 
 @pytest.mark.parametrize(

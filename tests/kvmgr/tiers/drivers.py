@@ -14,7 +14,6 @@ from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.protocols.eviction import NO_USE
 from sagellm.core.protocols.kv_tiers import (
-    BlockBytes,
     BlockStorage,
     Buffer,
     ReadOutcome,
@@ -51,34 +50,43 @@ def content(token_hash: bytes) -> bytes:
 
 
 class FakeDevice:
-    """Implements `BlockBytes` over an array."""
+    """Implements `BlockBytes` over an array. A share `fault_rate` of all calls fails, half done."""
 
     bytes_per_block = BLOCK_BYTES
 
-    def __init__(self, num_blocks: int, numa_node: int | None = None) -> None:
+    def __init__(self, num_blocks: int, seed: int = 0, numa_node: int | None = None) -> None:
         self.blocks = np.zeros((num_blocks, BLOCK_BYTES), np.uint8)
-        self.numa_node = numa_node
+        self.numa_node, self.fault_rate = numa_node, 0.0
         self.locked: list[memoryview] = []
+        self._rng = random.Random(seed)
 
     def lock_pages(self, buffer: memoryview) -> None:
         self.locked.append(buffer)
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
+        self._fail_at_random(target)
         target[:] = self.blocks[list(block_ids)].tobytes()
 
     def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
         rows = np.frombuffer(bytes(data), np.uint8).reshape(len(block_ids), BLOCK_BYTES)
+        self._fail_at_random(memoryview(self.blocks[block_ids[0]]))
         self.blocks[list(block_ids)] = rows
+
+    def _fail_at_random(self, target: memoryview) -> None:
+        if self._rng.random() < self.fault_rate:
+            target[: BLOCK_BYTES // 2] = b"?" * (BLOCK_BYTES // 2)
+            raise RuntimeError("the device has failed")
 
 
 class FaultyStorage:
-    """Implements `BlockStorage` in a dictionary, with faults at random in every read and write.
+    """Implements `BlockStorage` in a dictionary.
 
-    While `gate` is not set, calls set `called` and do not return.
+    A share `fault_rate` of the reads finds nothing; a share `error_rate` of all calls fails in the middle,
+    with an error that no medium raises. While `gate` is not set, calls set `called` and do not return.
     """
 
     def __init__(self, num_slots: int, seed: int = 0, fault_rate: float = 0.0) -> None:
-        self.num_slots, self.fault_rate = num_slots, fault_rate
+        self.num_slots, self.fault_rate, self.error_rate = num_slots, fault_rate, 0.0
         self.fault: str | None = None
         self.kept: dict[int, tuple[StoredBlock, bytes]] = {}
         self.fails_to_write = False
@@ -90,6 +98,10 @@ class FaultyStorage:
     def _fails(self) -> bool:
         return self._rng.random() < self.fault_rate
 
+    def _err_at_random(self) -> None:
+        if self._rng.random() < self.error_rate:
+            raise RuntimeError("a mistake in the storage")
+
     def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
         self.called.set()
         self.gate.wait()
@@ -98,6 +110,7 @@ class FaultyStorage:
                 raise OSError("the disk is full")
             self.num_written += len(blocks)
             for number, block in enumerate(blocks):
+                self._err_at_random()
                 piece = bytes(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
                 self.kept[block.slot] = block, piece
 
@@ -109,6 +122,7 @@ class FaultyStorage:
         self.gate.wait()
         with self._lock:
             for number, (slot, token_hash) in enumerate(zip(slots, token_hashes, strict=True)):
+                self._err_at_random()
                 block, data = self.kept.get(slot, (None, b""))
                 outcome = ReadOutcome.OK
                 if block is None or self._fails():
@@ -146,6 +160,7 @@ class FakeServer:
         self.kept: dict[bytes, bytes] = {}
         self.calls: list[str] = []
         self.is_dead = self.is_full = False
+        self.num_wrong = 0
         self.fault_rate = fault_rate
         self.gate = threading.Event()
         self.gate.set()
@@ -218,7 +233,7 @@ class FakeRemote(RemoteStore):
             return PutOutcome.REFUSED
         self._full.worked()
         piece = bytes(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
-        assert piece == content(block.token_hash), "a wrong block was put"
+        self.server.num_wrong += piece != content(block.token_hash)
         self.server.kept[block.token_hash] = piece
         return PutOutcome.STORED
 
@@ -246,13 +261,13 @@ class User:
     def __init__(
         self,
         num_blocks: int,
-        tiers: Sequence[tuple[Tier, FaultyStorage]],
+        tiers: Sequence[tuple[Tier, BlockStorage]],
         policy: str = "lru",
         server: FakeServer | None = None,
         filters: Mapping[Tier, AdmissionFilter] | None = None,
     ) -> None:
         self.clock = ManualClock()
-        self.device: BlockBytes = FakeDevice(num_blocks)
+        self.device, self.server = FakeDevice(num_blocks), server
         self.pool = FreeListPool(num_blocks, SIZE)
         self.index = self._index(num_blocks, policy)
         self.arrivals = PrefixArrivals(self.index, self.pool)
@@ -270,6 +285,7 @@ class User:
             PrefillCostModel(SIZE, seconds_per_token=1.0), BLOCK_BYTES,
         )  # fmt: skip
         self.num_computed = self.num_reused = 0
+        self.waiting: set[str] = set()
 
     def _tier(self, name: Tier, storage: BlockStorage, policy: str) -> KVTier:
         books = self._index(storage.num_slots, policy), FreeListPool(storage.num_slots, SIZE)
@@ -288,13 +304,30 @@ class User:
                 INDEX, self.index.evict(missing) or self.index.block_ids(self.index.lookup(Tokens()))
             )
 
+    def ask(self, tokens: Tokens, name: str, namespace: Namespace, *, start: bool = True) -> TierLookup:
+        """A request asks for its KV, and may wait for it from now on."""
+        outcome = self.hierarchy.request(name, tokens, namespace, len(tokens), start=start)
+        if outcome is TierLookup.HIT_PENDING:
+            self.waiting.add(name)
+        return outcome
+
+    def cancel(self, name: str) -> None:
+        self.hierarchy.cancel(name)
+        self.waiting.discard(name)
+
+    def poll(self) -> list[str]:
+        came = self.hierarchy.poll()
+        self.waiting.difference_update(came)
+        return came
+
     def settle(self) -> list[str]:
-        """Wait for all moves; returns the requests whose KV has come."""
-        came: list[str] = []
+        """Wait for all moves; returns the requests whose KV has come. Then no request waits."""
+        came = self.poll()
         while not self.hierarchy.is_idle:
             self.hierarchy.start_loads()
-            self.hierarchy.wait(1.0)
-            came += self.hierarchy.poll()
+            assert self.hierarchy.wait(20.0), "a move does not end"
+            came += self.poll()
+        assert not self.waiting, "requests wait for KV that does not come"
         return came
 
     def serve(self, tokens: Tokens, name: str, namespace: Namespace = Namespace()) -> int:
@@ -302,7 +335,7 @@ class User:
         self.clock.advance(1.0)
         whole = len(tokens) // SIZE
         for _ in range(10):
-            if self.hierarchy.request(name, tokens, namespace, len(tokens)) is not TierLookup.HIT_PENDING:
+            if self.ask(tokens, name, namespace) is not TierLookup.HIT_PENDING:
                 break
             assert name in self.settle()
         else:
@@ -316,7 +349,7 @@ class User:
             self.index.unpin(hit)
             return hit.num_blocks
         for block_id, token_hash in zip(own.block_ids, hashes[hit.num_blocks :], strict=True):
-            self.device.write_blocks([block_id], content(token_hash))
+            self.device.blocks[block_id] = np.frombuffer(content(token_hash), np.uint8)
         found = self.index.insert(tokens, ids + own.block_ids, namespace, pin=True)
         self.pool.hand_over(own, 0, len(own.block_ids), INDEX)
         self.pool.free(own)
@@ -341,10 +374,8 @@ class User:
 
     def check_content(self, block_ids: BlockIds, hashes: Sequence[bytes]) -> None:
         """Assert that these blocks of the device have the KV of these tokens."""
-        data = bytearray(BLOCK_BYTES)
         for block_id, token_hash in zip(block_ids, hashes, strict=False):
-            self.device.read_blocks([block_id], memoryview(data))
-            assert bytes(data) == content(token_hash), "a wrong block was served"
+            assert self.device.blocks[block_id].tobytes() == content(token_hash), "a wrong block was served"
 
     def check(self) -> None:
         """Assert that all books balance."""
@@ -352,3 +383,4 @@ class User:
         self.arrivals.check()
         self.pool.check({INDEX: self.index.all_block_ids()})
         self.hierarchy.check()
+        assert self.server is None or not self.server.num_wrong, "a wrong block was put"

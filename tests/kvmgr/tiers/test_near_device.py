@@ -28,7 +28,7 @@ class Watched(FakeDevice):
     """Notes the CPUs of the threads that read and write blocks."""
 
     def __init__(self, numa_node: int | None) -> None:
-        super().__init__(NUM_BLOCKS, numa_node)
+        super().__init__(NUM_BLOCKS, numa_node=numa_node)
         self.cpus: list[set[int]] = []
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:

@@ -17,7 +17,6 @@ from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from tests.kvmgr.tiers.drivers import (
     BLOCK_BYTES,
     SIZE,
-    FakeDevice,
     FakeServer,
     FaultyStorage,
     User,
@@ -218,13 +217,11 @@ def test_blocks_are_given_back_while_the_server_is_silent(server: FakeServer) ->
     assert user.hierarchy.poll() == ["a"]
     assert user.pool.num_free == 8
     assert user.hierarchy.is_idle
-    device = user.device
-    assert isinstance(device, FakeDevice)
-    before = device.blocks.copy()
+    before = user.device.blocks.copy()
     server.gate.set()
     assert user.migrator.wait(10.0)
     assert user.hierarchy.poll() == []
-    assert (device.blocks == before).all()
+    assert (user.device.blocks == before).all()
     user.check()
     assert user.serve(tokens, "b") == 6
     user.hierarchy.close()

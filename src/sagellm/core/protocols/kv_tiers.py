@@ -352,10 +352,11 @@ class KVTiers(Protocol):
     ) -> TierLookup:
         """Bring up what tiers have of a prompt and the device lacks.
 
-        HIT_PENDING: it comes, or a shared store is asked, and `poll` will name the request. MISS: nothing is
-        worth it. RETRY: the device has no room for it now, by itself or because the caller says so. With
-        `start=False` the blocks are written from `start_loads` on, since the step that computes now may still
-        write to them. With `asks=False` a shared store is not asked.
+        HIT: the device has all whole blocks up to `max_tokens`. HIT_PENDING: more comes, or a shared store is
+        asked, and `poll` will name the request. MISS: nothing more is worth it. RETRY: the device has no room
+        for it now, by itself or because the caller says so. With `start=False` the blocks are written from
+        `start_loads` on, since the step that computes now may still write to them. With `asks=False` a shared
+        store is not asked.
         """
 
     def start_loads(self) -> None:

@@ -170,8 +170,7 @@ class DiskStorage:
     def touch(self, slots: Iterable[int]) -> None:
         with self._books:
             self._check_open()
-            now_s = self._now_s()
-            self._touched.update((slot, now_s) for slot in slots if slot in self._stored)
+            self._touched.update(dict.fromkeys(filter(self._stored.__contains__, slots), self._now_s()))
 
     # -- from opening to closing
 

@@ -289,6 +289,9 @@ class HierarchyManager:
         if request_id in self._move_of:
             return TierLookup.HIT_PENDING
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
+        if 0 < min(max_tokens, len(tokens)) // self._index.block_size <= cached:
+            self._forget(request_id)
+            return TierLookup.HIT
         found, tier = self._best(request_id, tokens, namespace, max_tokens, cached)
         if asks and self._ask(request_id, tokens, namespace, max_tokens, account, found.num_blocks):
             return TierLookup.HIT_PENDING

@@ -166,7 +166,7 @@ class KVMigrator:
         # Held while blocks of the device are written, or read, and while a move is abandoned.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._calls: dict[Tier, tuple[Tier, float]] = {}
-        self._failures: set[str] = set()
+        self._failures: set[tuple[Tier, type[Exception]]] = set()
         self._buffers = threading.local()
         self._moves: dict[int, _Move] = {}
         self._abandoned: set[int] = set()
@@ -259,11 +259,9 @@ class KVMigrator:
         began_s = move.began_s = time.perf_counter()
         try:
             self._move(plan, report, move.cancelled)
-        except Exception as error:  # a worker must report, or its blocks are held for ever
-            if type(error).__name__ not in self._failures:
-                self._failures.add(type(error).__name__)
-                log.exception("moving %d KV blocks failed; the next ones are not told", len(plan.positions))
-            report.errors.setdefault(plan.source, repr(error))
+        except Exception as error:  # noqa: BLE001 - of the device; without a report its blocks are held for ever
+            self._log_once(error, Tier.HBM)
+            report.errors[Tier.HBM] = repr(error)
         report.spent_s = time.perf_counter() - began_s
         self._done.append(report)
         self._has_done.set()
@@ -287,7 +285,7 @@ class KVMigrator:
                 report.num_bytes += num_read * self._block_bytes
             if report.outcome is not ReadOutcome.OK:
                 return
-            if plan.source is Tier.HBM and self._max_bytes_per_s and stop < end and not plan.is_awaited:
+            if plan.source is Tier.HBM and self._max_bytes_per_s and not plan.is_awaited:
                 due_s = began_s + report.num_bytes / self._max_bytes_per_s
                 cancelled.wait(max(0.0, due_s - time.perf_counter()))
 
@@ -317,8 +315,13 @@ class KVMigrator:
                 self._device.read_blocks(ids, chunk)
             return stop - start
         expected = [hashes[position] for position in plan.positions[start:stop]]
-        with self._call(plan.source, plan.source):
-            outcomes = self._storages[plan.source].read(ids, expected, chunk)
+        try:
+            with self._call(plan.source, plan.source):
+                outcomes = self._storages[plan.source].read(ids, expected, chunk)
+        except Exception as error:  # noqa: BLE001 - of this tier
+            self._log_once(error, plan.source)
+            report.outcome, report.errors[plan.source] = ReadOutcome.IO_ERROR, repr(error)
+            return 0
         for number, outcome in enumerate(outcomes):
             if outcome is not ReadOutcome.OK:
                 report.outcome = outcome
@@ -347,8 +350,10 @@ class KVMigrator:
             try:
                 with self._call(plan.source, target.tier):
                     self._storages[target.tier].write(blocks, data)
-            except OSError as error:
-                report.errors[target.tier] = str(error)
+            except Exception as error:  # noqa: BLE001 - of this tier alone
+                if not isinstance(error, OSError):
+                    self._log_once(error, target.tier)
+                report.errors[target.tier] = str(error) or repr(error)
                 return
         report.num_written[target.tier] = last
 
@@ -361,6 +366,13 @@ class KVMigrator:
         finally:
             if self._calls.get(source) is call:  # else another thread has taken its place
                 del self._calls[source]
+
+    def _log_once(self, error: Exception, tier: Tier) -> None:
+        """Log the first error of a kind that no medium raises, with its traceback."""
+        kind = tier, type(error)
+        if kind not in self._failures:
+            self._failures.add(kind)
+            log.error("KV blocks of the tier %s could not be moved", tier, exc_info=error)
 
     def _stored(self, plan: MigrationPlan, hashes: Sequence[bytes], offset: int, slot: int) -> StoredBlock:
         position, size = plan.positions[offset], self._token_bytes

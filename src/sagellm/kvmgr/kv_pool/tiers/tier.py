@@ -69,7 +69,7 @@ class KVTier:
 
         Where the storage itself has failed, nothing is read either.
         """
-        return self._gone or self._write_fault or self.storage.fault or ""
+        return self._gone or self.storage.fault or self._write_fault
 
     def give_up(self, reason: str) -> None:
         """The storage is neither written nor read any more."""
@@ -115,6 +115,8 @@ class KVTier:
         prefix = self.index.lookup(tokens, namespace, num_blocks * self.index.block_size)
         prefix = self.index.pin(prefix, is_use=is_use)
         slots = self.index.block_ids(prefix)
+        if is_use:
+            self.storage.touch(slots)
         damaged = [i for i, slot in enumerate(slots) if slot in self._damaged] if self._damaged else []
         arrival, can_store = None, has_time and self.can_store
         if can_store:
@@ -151,8 +153,10 @@ class KVTier:
 
         `outcome` is of the next block; OK if the load was stopped or complete.
         """
+        slots = self.index.block_ids(hit)
+        self.storage.touch(slots[first : first + num_read])
         if outcome is not ReadOutcome.OK:
-            self._damaged.add(self.index.block_ids(hit)[first + num_read])
+            self._damaged.add(slots[first + num_read])
             self.misses[outcome] += 1
         self.num_loaded += num_read
         self.index.unpin(hit, is_use=False)
