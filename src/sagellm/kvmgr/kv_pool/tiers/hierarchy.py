@@ -527,12 +527,12 @@ class HierarchyManager:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.start_loads()
         self._drop_offers()
-        for request_id in list(self._tails):
-            self._drop_tail(request_id)
         if self._remote is not None:
             self._remote.close()
         self._migrator.close()
         self.poll()
+        for request_id in list(self._tails):
+            self._drop_tail(request_id)
         for tier in self.tiers:
             tier.storage.close()
 
