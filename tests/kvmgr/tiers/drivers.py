@@ -328,7 +328,11 @@ class User:
         return hit.num_blocks
 
     def split_loads(self) -> None:
-        """Loading a block takes a little less time than computing it, so that prompts are split."""
+        """Loading a block takes a little less time than computing it, so that prompts are split.
+
+        What the device can evict is gone.
+        """
+        self._make_room(self.pool.total_blocks)
         bytes_per_s = BLOCK_BYTES / (0.9 * SIZE)
         self.hierarchy._bytes_per_s = {tier.tier: bytes_per_s for tier in self.tiers}
 

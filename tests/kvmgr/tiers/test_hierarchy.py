@@ -178,8 +178,6 @@ def test_a_tail_is_taken_over_behind_the_head(user: User) -> None:
     tokens = prompt(1, 4)
     user.serve(tokens, "a")
     user.settle()
-    user.serve(prompt(2, 8), "evicts it")
-    user.settle()
     user.split_loads()
     hierarchy, path = user.hierarchy, (tokens, Namespace(), len(tokens))
     assert hierarchy.request("b", *path, tail_blocks=4) is TierLookup.HIT
@@ -200,8 +198,6 @@ def test_a_tail_is_taken_over_behind_the_head(user: User) -> None:
 def test_a_tail_that_is_given_up_leaves_no_block(user: User, how: str) -> None:
     tokens = prompt(1, 4)
     user.serve(tokens, "a")
-    user.settle()
-    user.serve(prompt(2, 8), "evicts it")
     user.settle()
     user.split_loads()
     assert user.hierarchy.load_tail("b", tokens, Namespace(), len(tokens), NO_ACCOUNT, 4) == 2

@@ -362,9 +362,15 @@ class Instances(RuleBasedStateMachine):
 
     @rule(user=st.integers(0, 1), session=st.integers(0, 4), tail_blocks=st.integers(1, 6))
     def begin_tail(self, user: int, session: int, tail_blocks: int) -> None:
+        """Of a prompt that an instance has computed, this one or the other."""
+        if len(self.sessions[session]) < 5 * SIZE:
+            self.sessions[session] = prompt(100 + self.num_requests, 5)
+        tokens, space = self.sessions[session], Namespace(tenant=str(session % 2))
+        self.users[session % 2].serve(tokens, self._name(), space)
+        self.users[session % 2].settle()
+        self.users[session % 2].remote.flush(10.0)
         self.users[user].split_loads()
-        space = Namespace(tenant=str(session % 2))
-        self.users[user].begin_tail(self.sessions[session], self._name(), space, tail_blocks)
+        self.users[user].begin_tail(tokens, self._name(), space, tail_blocks)
 
     @rule(user=st.integers(0, 1), leaves=st.booleans())
     def end_tail(self, user: int, leaves: bool) -> None:
