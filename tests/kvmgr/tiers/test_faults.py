@@ -61,6 +61,18 @@ class AllTiers(RuleBasedStateMachine):
         if goes:
             self.user.cancel(name)
 
+    @rule(session=SESSIONS, tail_blocks=st.integers(1, 6), splits=st.booleans())
+    def begin_tail(self, session: int, tail_blocks: int, splits: bool) -> None:
+        """Begin to load the last blocks of a prompt while the others are computed."""
+        if splits:
+            self.user.split_loads()
+        self.user.begin_tail(name=self._name(), tail_blocks=tail_blocks, **self._path(session))
+
+    @rule(number=st.integers(0, 1000), leaves=st.booleans())
+    def end_tail(self, number: int, leaves: bool) -> None:
+        if self.user.running:
+            self.user.end_tail(list(self.user.running)[number % len(self.user.running)], leaves=leaves)
+
     @rule(session=SESSIONS)
     def preempt(self, session: int) -> None:
         self.user.preempt(name=f"preempted {session}", **self._path(session))
@@ -116,6 +128,8 @@ class AllTiers(RuleBasedStateMachine):
             self._stop()
 
     def _stop(self) -> None:
+        for name in list(self.user.running):
+            self.user.end_tail(name)
         self.user.settle()
         self.user.check()
         self.user.hierarchy.close()

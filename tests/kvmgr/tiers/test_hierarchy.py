@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sagellm.core.blocks import Tier
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import NO_USE
-from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, TierLookup
+from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, Tail, TierLookup
 from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers import hierarchy
@@ -169,6 +170,58 @@ def test_loads_of_a_running_step_start_behind_it(user: User) -> None:
     assert user.hierarchy.request("b", tokens, Namespace(), 8, start=False) is TierLookup.HIT
     user.check()
     user.hierarchy.close()
+
+
+def test_a_tail_is_taken_over_behind_the_head(user: User) -> None:
+    """It is asked for first, loaded while the head is computed, and belongs to no prefix until then."""
+    tokens = prompt(1, 4)
+    user.serve(tokens, "a")
+    user.settle()
+    user.split_loads()
+    hierarchy, path = user.hierarchy, (tokens, Namespace(), len(tokens))
+    assert hierarchy.request("b", *path, tail_blocks=4) is TierLookup.SPLIT
+    assert hierarchy.is_idle, "nothing has begun"
+    assert hierarchy.take_tail("b") == Tail()
+    assert user.begin_tail(tokens, "b") == 2
+    assert hierarchy.request("b", *path, tail_blocks=4) is TierLookup.HIT_PENDING
+    assert hierarchy.load_tail("b", *path, NO_ACCOUNT, 4) is None
+    assert user.index.lookup(tokens).num_blocks == 0
+    assert user.end_tail("b") == 2
+    assert user.index.lookup(tokens).num_blocks == 4
+    user.settle()
+    user.check()
+    hierarchy.close()
+
+
+@pytest.mark.parametrize("how", ["cancel", "cancel when it has come", "give_way", "clear", "close"])
+def test_a_tail_that_is_given_up_leaves_no_block(user: User, how: str) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "a")
+    user.settle()
+    user.split_loads()
+    assert user.hierarchy.load_tail("b", tokens, Namespace(), len(tokens), NO_ACCOUNT, 4) == 2
+    assert user.arrivals.num_blocks == 2
+    if "come" in how:
+        user.settle()
+        assert user.arrivals.num_blocks == 2
+    if how.startswith("cancel"):
+        user.hierarchy.cancel("b")
+        user.settle()
+    else:
+        getattr(user.hierarchy, how)()
+    assert user.arrivals.num_blocks == 0
+    assert user.hierarchy.take_tail("b") == Tail()
+    user.check()
+    user.hierarchy.close()
+
+
+def test_blocks_without_their_prefix_are_not_published(user: User) -> None:
+    arrival = user.arrivals.begin_receive(prompt(1, 4), Namespace(), 4, first=2)
+    assert arrival is not None
+    assert (arrival.first, len(arrival.block_ids)) == (2, 2)
+    user.check()
+    with pytest.raises(BookkeepingError, match="from block 2 on, 0 are cached"):
+        user.arrivals.publish(arrival, 1)
 
 
 def test_a_restart_finds_what_was_stored() -> None:

@@ -5,6 +5,7 @@ A tier (host memory, a disk) is a prefix index and a pool of slots, owned by the
 
     tiers.offer(hit)                     saves a path; returns at once
     tiers.request(request_id, ...)       loads what the device lacks of a prompt; returns at once
+    tiers.load_tail(request_id, ...)     loads its last blocks, while the request computes those before them
     for request_id in tiers.poll(): ...  requests that need not wait any more; never blocks
 
 A stored block describes itself by a `BlockHeader`. What does not verify when it is read is a miss, counted by
@@ -24,6 +25,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.eviction import Hint, Use
+from sagellm.core.protocols.kv_pool import Allocation
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
@@ -124,6 +126,8 @@ class TierLookup(Enum):
     """Being written or fetched; they are there soon."""
     MISS = "miss"
     RETRY = "retry"
+    SPLIT = "split"
+    """The last blocks are best loaded while the request computes those before them."""
 
 
 class KVCodec(Protocol):
@@ -250,11 +254,18 @@ class KVArrivals(Protocol):
         """Set how room is made, and the index's name as an owner."""
 
     def begin_receive(
-        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = ...
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_blocks: int,
+        account: Account = ...,
+        first: int | None = None,
     ) -> Arrival | None:
         """Reserve blocks for what is not cached of the first `num_blocks` of a prefix.
 
-        None, and no change, if there are none to fill or too few could be made free.
+        With `first`, only for those from this block on: a request computes what is missing before them, and
+        gets them by `hand_over`. None, and no change, if there are none to fill or too few could be made
+        free.
         """
 
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
@@ -262,6 +273,12 @@ class KVArrivals(Protocol):
 
         The others are free again. Returns how many entered: fewer, if others have
         computed the same blocks meanwhile. `use`: of the request that brought them.
+        """
+
+    def hand_over(self, arrival: Arrival, num_blocks: int, target: Allocation) -> BlockIds:
+        """The first `num_blocks` blocks are filled, and become a running request's last ones.
+
+        The others are free again. Returns the blocks that `target` got, which must be of the same account.
         """
 
     def abort(self, arrival: Arrival) -> None:
@@ -292,6 +309,16 @@ class TierState(NamedTuple):
     fault: str = ""
     dropped: int = 0
     refused: int = 0
+
+
+class Tail(NamedTuple):
+    """The last blocks of a prompt, once their load has ended.
+
+    The first `num_blocks` blocks of `arrival` are filled; it is None if nothing came.
+    """
+
+    arrival: Arrival | None = None
+    num_blocks: int = 0
 
 
 class KVTiers(Protocol):
@@ -349,15 +376,36 @@ class KVTiers(Protocol):
         start: bool = True,
         has_room: bool = True,
         asks: bool = True,
+        tail_blocks: int = 0,
     ) -> TierLookup:
         """Bring up what tiers have of a prompt and the device lacks.
 
         HIT: the device has all whole blocks up to `max_tokens`. HIT_PENDING: more comes, or a shared store is
         asked, and `poll` will name the request. MISS: nothing more is worth it. RETRY: the device has no room
-        for it now, by itself or because the caller says so. With `start=False` the blocks are written from
-        `start_loads` on, since the step that computes now may still write to them. With `asks=False` a shared
-        store is not asked.
+        for it now, by itself or because the caller says so. SPLIT: nothing begins, since `load_tail` with so
+        many blocks would be faster; call it when the request is admitted, or `request` without `tail_blocks`.
+
+        With `start=False` the blocks are written from `start_loads` on, since the step that computes now may
+        still write to them. With `asks=False` a shared store is not asked.
         """
+
+    def load_tail(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account,
+        tail_blocks: int,
+    ) -> int | None:
+        """Load the last blocks of a prompt while its request computes those before.
+
+        Returns the first block that is loaded, for `RequestState.compute_until`; None, and no change, where
+        that is not worth it now. At most `tail_blocks` blocks. No step may be in flight.
+        """
+
+    def take_tail(self, request_id: str) -> Tail | None:
+        """The tail of a request, for `KVCacheManager.append_filled`; None while it is being loaded."""
 
     def start_loads(self) -> None:
         """Begin the loads that were requested with `start=False`."""

@@ -14,7 +14,7 @@ Every block has one owner at a time. The owners, in the order in which a block c
     pinned by a hit      from the bind that admits a request until its release (or rollback)
     pinned by a client   from pin_prefix until unpin_prefix
     shared last block    stays its request's own; requests of its group copy it while that request runs
-    on its way here      from begin_receive until publish or abort (kv_pool/tiers/arrivals.py)
+    on its way here      from begin_receive until publish, hand_over or abort (kv_pool/tiers/arrivals.py)
     on its way down      pinned from the commit or release that offers a path until its tiers have it
 
 A block is free, cached (in the index, unpinned) or active. The prefix index counts its pins
@@ -39,10 +39,10 @@ from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, RequestState
+from sagellm.core.plan import BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
+from sagellm.core.protocols.kv_tiers import Arrival, KVTiers, TierLookup
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -179,12 +179,8 @@ class KVCacheManager:
             binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, num_kept, first_bind = (
-            len(binding.copies),
-            len(binding.chunks),
-            len(binding.kept_states),
-            not binding.decodes_bound,
-        )
+        num_copies, num_bound, num_kept = len(binding.copies), len(binding.chunks), len(binding.kept_states)
+        first_bind = not binding.decodes_bound
         self._tables.start_bind(binding)
         chunks = [chunk for name, chunk in draft.chunks.items() if name not in binding.chunks]
         try:
@@ -197,8 +193,8 @@ class KVCacheManager:
             for chunk in chunks:
                 bound = binding.chunks.setdefault(chunk.state.request_id, ChunkBlocks(chunk))
                 self._append_chunk_blocks(bound)
-                if chunk.hit is not None:
-                    binding.copies += self._copies_for(chunk.state.request_id, chunk.hit)
+                if chunk.hit is not None and chunk.hit.tail is not None:  # it counts on a block of its group
+                    binding.copies += self._tails.copies_of(chunk.hit.tail, chunk.state.request_id)
             if early and self._publishes_early:
                 self._publish(chunks)
             if self.checkpoints is not None:
@@ -274,6 +270,28 @@ class KVCacheManager:
         """
         self.allocator.append_block_to_each(self._tables.of(states))
 
+    def append_filled(self, state: RequestState, stop: int, arrival: Arrival | None = None) -> None:
+        """Give a running request blocks up to token `stop` whose KV comes from elsewhere.
+
+        It has computed its limit (`RequestState.compute_until`), so no step in flight contains it. The caller
+        then moves `num_computed` (`RequestTable.advance`). Blocks of `arrival` are filled, and those behind
+        `stop` are free again; without one, new blocks are appended, and the caller fills them before the
+        request computes on. The backend is sent them with its next chunk. Raises `CapacityError`.
+        """
+        blocks = self._blocks_of(state, "append_filled")
+        held = len(blocks.block_ids)
+        missing = cdiv(stop, self.block_size) - held
+        at_end = arrival is None or (arrival.first == held and state.num_computed == held * self.block_size)
+        if state.num_computed != state.compute_until or stop > state.max_reusable or not at_end:
+            raise BookkeepingError(
+                f"{state.request_id} has computed {state.num_computed} tokens and cannot get KV up to {stop}"
+            )
+        if arrival is not None and self.tiers is not None:
+            blocks.block_ids += self.tiers.arrivals.hand_over(arrival, missing, blocks.own)
+        elif missing > 0:
+            self.allocator.append_blocks(blocks, missing)
+        self._tables.mark_unsent(blocks, held)
+
     @property
     def is_regular(self) -> bool:
         """Whether a step that only decodes does nothing here but append blocks."""
@@ -281,22 +299,27 @@ class KVCacheManager:
 
     # -- tiers below the device
 
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
+    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
         """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`.
 
         `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
-        beside a block for each running request.
+        beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster.
         """
         assert self.tiers is not None
-        tokens, namespace, has_room = state.tokens, self.namespace_of(state.request.namespace), True
-        if not admits:
-            cached = self.quotes.lookup(tokens, namespace, state.max_reusable)
-            wanted = self.quotes.blocks_to_admit(cached, len(tokens) - cached.num_tokens) + len(self._tables)
-            has_room = wanted <= self.quotes.available_blocks()
-        path = state.request_id, tokens, namespace, state.max_reusable
+        left = self.quotes.left_beside(state)
         return self.tiers.request(
-            *path, self._account_of(state), start=start, has_room=has_room, asks=not admits
-        )
+            *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
+            tail_blocks=max(0, left) if splits else 0,
+        )  # fmt: skip
+
+    def bring_up_tail(self, state: RequestState) -> int | None:
+        """See `KVTiers.load_tail`. The device has room for the tail beside all that the request needs."""
+        assert self.tiers is not None
+        return self.tiers.load_tail(*self._path_of(state), max(0, self.quotes.left_beside(state)))
+
+    def _path_of(self, state: RequestState) -> tuple[str, Tokens, Namespace, int, Account]:
+        namespace = self.namespace_of(state.request.namespace)
+        return state.request_id, state.tokens, namespace, state.max_reusable, self._account_of(state)
 
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""
@@ -320,9 +343,7 @@ class KVCacheManager:
             binding.require("executed", BindingStage.BOUND)  # only a step without requests binds nothing
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
-        if (
-            self._pages is not None
-        ):  # not when they were bound: a step in flight may still fail and be repeated
+        if self._pages is not None:  # not at the bind: a step in flight may still fail and be repeated
             self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
         if self.checkpoints is not None:
             self.checkpoints.executed(binding, self._tables.find)
@@ -525,12 +546,6 @@ class KVCacheManager:
         missing = cdiv(bound.chunk.end, self.block_size) - held
         if missing > 0:
             bound.block_ids = tuple(self.allocator.append_blocks(blocks, missing))
-
-    def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
-        """Copies of what a hit counts on outside the index."""
-        if hit.tail is not None:
-            return self._tails.copies_of(hit.tail, request_id)
-        return ()
 
     def _undo(self, binding: Binding, num_bound: int, num_kept: int, *, decodes: bool) -> None:
         """Take back the blocks of all chunks behind the first `num_bound`.

@@ -1,8 +1,8 @@
 """`PrefixArrivals`: blocks that are filled from elsewhere, then enter an index.
 
 The device has one for blocks from lower tiers or other instances; each lower tier has one for blocks that are
-saved there. From `begin_receive` until `publish` or `abort` the blocks belong to the arrival, and the cached
-prefix in front of them is pinned.
+saved there. From `begin_receive` until `publish`, `hand_over` or `abort` the blocks belong to the arrival,
+and the cached prefix in front of them is pinned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.kv_tiers import Arrival
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 
 
 @dataclass(slots=True)
@@ -44,11 +44,17 @@ class PrefixArrivals:
         self._make_room, self._owner = make_room, owner
 
     def begin_receive(
-        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = NO_ACCOUNT
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_blocks: int,
+        account: Account = NO_ACCOUNT,
+        first: int | None = None,
     ) -> Arrival | None:
         index, size = self._index, self._index.block_size
-        found = index.lookup(tokens, namespace, num_blocks * size)
-        missing = num_blocks - found.num_blocks
+        found = index.lookup(tokens, namespace, (num_blocks if first is None else first) * size)
+        first = found.num_blocks if first is None else first
+        missing = num_blocks - first
         if missing <= 0 or (self._open and self.num_blocks + missing > self._most_blocks):
             return None
         prefix = index.pin(found, is_use=False)
@@ -66,13 +72,14 @@ class PrefixArrivals:
             return None
         self._open[self._num_epochs] = _Open(prefix, blocks)
         self.num_blocks += missing
-        return Arrival(tokens, namespace, found.num_blocks, blocks.block_ids[:], self._num_epochs)
+        return Arrival(tokens, namespace, first, blocks.block_ids[:], self._num_epochs)
 
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = NO_USE) -> int:
         found = self._close(arrival)
-        if not 0 <= num_blocks <= len(arrival.block_ids):
+        if not 0 <= num_blocks <= len(arrival.block_ids) or arrival.first > found.prefix.num_blocks:
             raise BookkeepingError(
-                f"{num_blocks} of {len(arrival.block_ids)} blocks of an arrival are filled"
+                f"{num_blocks} of {len(arrival.block_ids)} blocks of an arrival are filled from block "
+                f"{arrival.first} on, {found.prefix.num_blocks} are cached before them"
             )
         index, blocks, entered = self._index, found.blocks, 0
         self.num_changes += 1
@@ -89,6 +96,19 @@ class PrefixArrivals:
         index.unpin(found.prefix, is_use=False)
         self._pool.free(blocks)
         return entered
+
+    def hand_over(self, arrival: Arrival, num_blocks: int, target: Allocation) -> BlockIds:
+        found = self._close(arrival)
+        if not 0 <= num_blocks <= len(arrival.block_ids) or found.blocks.account != target.account:
+            raise BookkeepingError(
+                f"{target!r} cannot take {num_blocks} blocks of {found.blocks!r}: they are fewer, or others'"
+            )
+        self.num_changes += 1
+        filled = self._pool.hand_over(found.blocks, 0, num_blocks, self._owner)
+        self._pool.hand_back(self._owner, filled, target, len(target.block_ids))
+        self._index.unpin(found.prefix, is_use=False)
+        self._pool.free(found.blocks)
+        return filled
 
     def abort(self, arrival: Arrival) -> None:
         found = self._close(arrival)
