@@ -22,7 +22,7 @@ from tests.effort import examples
 
 BLOCK, VOCAB, LONGEST, ROWS = 4, 11, 30, 3
 SOURCE = Path(sagellm.__file__).parent
-OWNED = {"status", "row", "decoding", "num_prefilled", "num_computed", "num_preemptions"}
+OWNED = {"status", "row", "decoding", "num_prefilled", "num_computed", "num_preemptions", "compute_until"}
 OF_OTHER_CLASSES = {
     ("kvmgr/scheduler_ir/rows.py", "row.num_computed"),
     ("serving/access_log.py", "record.status"),
@@ -36,6 +36,12 @@ OWNERS = {"engines/request_table.py", "engines/guests/hosted_passes.py"}
 def slots(state: RequestState, num_tokens: int = 0) -> int:
     """Tokens that the blocks of a request hold, which are as many as it needs for its computed tokens."""
     return cdiv(state.num_computed + num_tokens, BLOCK) * BLOCK
+
+
+def most_tokens(state: RequestState) -> int:
+    """Tokens that a step may compute of a prompt."""
+    limit = len(state.tokens) if state.compute_until is None else state.compute_until
+    return limit - state.num_computed
 
 
 class Tables(RuleBasedStateMachine):
@@ -64,7 +70,8 @@ class Tables(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         state = self._of(data, list(self.table.waiting.values()))
-        cached = data.draw(st.integers(0, len(state.tokens) - 1))
+        stop = len(state.tokens) if state.compute_until is None else state.compute_until
+        cached = data.draw(st.integers(0, stop - 1))
         self.table.admit(state, cached, 1.0)
         self.slots[state.request_id] = slots(state)
         assert state.row != NO_ROW
@@ -75,7 +82,11 @@ class Tables(RuleBasedStateMachine):
     def compute(self, data: st.DataObject) -> None:
         """A chunk; behind the last one a token is drawn and the request decodes."""
         state = self._of(data, self._prefilling)
-        num_tokens = data.draw(st.integers(1, state.num_uncomputed))
+        most = most_tokens(state)
+        if not most:  # it stands at its limit
+            self.table.limit(state, None)
+            most = state.num_uncomputed
+        num_tokens = data.draw(st.integers(1, most))
         self.slots[state.request_id] = slots(state, num_tokens)
         self.table.advance(state, num_tokens)
         if state.num_uncomputed == 0:
@@ -83,6 +94,18 @@ class Tables(RuleBasedStateMachine):
             self.table.start_decode(state, self.slots[state.request_id])
             with pytest.raises(BookkeepingError, match="decodes"):
                 self.table.advance(state, 1)
+
+    @precondition(lambda self: self.table.waiting or self.table.prefilling)
+    @rule(data=st.data(), stop=st.none() | st.integers(1, 9))
+    def limit(self, data: st.DataObject, stop: int | None) -> None:
+        state = self._of(data, [*self.table.waiting.values(), *self._prefilling])
+        if stop is None or state.num_computed < stop < len(state.tokens):
+            self.table.limit(state, stop)
+        else:
+            before = state.compute_until
+            with pytest.raises(BookkeepingError, match="cannot stop"):
+                self.table.limit(state, stop)
+            assert state.compute_until == before
 
     @precondition(lambda self: len(self.table.decodes) > 0)
     @rule()
@@ -104,6 +127,7 @@ class Tables(RuleBasedStateMachine):
         assert state.num_preemptions == count + (not fails)
         assert next(iter(self.table.waiting.values())) is state
         assert (state.row, state.num_computed, state.decoding) == (NO_ROW, 0, False)
+        assert state.compute_until is None
         assert self.table.left_rows[-1] == row
 
     @precondition(lambda self: self.table.states)
@@ -126,8 +150,9 @@ class Tables(RuleBasedStateMachine):
     def plan_ahead(self, data: st.DataObject) -> None:
         """Requests look as they will, and are as they were afterwards, but for one that was admitted."""
         table, batch = self.table, self.table.decodes
-        sizes = [data.draw(st.integers(1, state.num_uncomputed)) for state in self._prefilling]
-        chunks = [Chunk(s, s.num_computed, size) for s, size in zip(self._prefilling, sizes, strict=True)]
+        states = [state for state in self._prefilling if most_tokens(state)]
+        sizes = [data.draw(st.integers(1, most_tokens(state))) for state in states]
+        chunks = [Chunk(s, s.num_computed, size) for s, size in zip(states, sizes, strict=True)]
         before = {name: (s.num_computed, s.tokens.tolist(), s.decoding) for name, s in table.states.items()}
         columns, num_decodes = batch.positions(), len(batch)
         with table.as_if_executed(chunks, None, lambda name: slots(table.states[name])) as full:

@@ -38,13 +38,16 @@ class BlockTableDelta(NamedTuple):
 class RequestState:
     """Progress of one request through the engine; equal to itself alone.
 
-    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and `num_prefilled`; for those
-    of another engine, `engines.guests.hosted_passes.HostedPasses`. Committing a step appends to `tokens`:
-    for requests in decode the decode batch does (`DecodeBatch.advance`).
+    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding`, `num_prefilled` and
+    `compute_until`; for those of another engine, `engines.guests.hosted_passes.HostedPasses`. Committing a
+    step appends to `tokens`: for requests in decode the decode batch does (`DecodeBatch.advance`).
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     These are `num_prefilled` until the request is `decoding` (a member of the decode batch), and then all but
     the last: there, appending a token is what moves the count.
+
+    `compute_until`: the request computes its prompt only up to this token, since KV of tokens from there on
+    comes from elsewhere; None: all of it.
 
     `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
@@ -60,6 +63,7 @@ class RequestState:
     row: int = NO_ROW
     num_prefilled: int = 0
     decoding: bool = False
+    compute_until: int | None = None
     num_cached: int = 0
     num_preemptions: int = 0
     scheduled_s: float | None = None

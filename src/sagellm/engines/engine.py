@@ -377,6 +377,8 @@ class Engine:
         elif must_leave is not None:
             self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
         plan = self._planner.seal(binding)
+        if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
+            self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
             return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)

@@ -58,9 +58,9 @@ class Planner:
 
     def draft(self, step: int) -> Draft:
         """The draft that the first pass sees. Every running request computes all it can, none is admitted:
-        a prompt that is not complete has one chunk with all its uncomputed tokens."""
+        a prompt that is not complete has one chunk with all its uncomputed tokens, up to its limit."""
         table = self._table
-        return Draft(
+        draft = Draft(
             StepStart(step, self._clock.now(), table.num_new_running),
             self._recovery.token_budget,
             table.running.copy(),
@@ -69,6 +69,26 @@ class Planner:
             table.decodes,
             num_draft_tokens=0 if self._speculation is None else self._speculation.num_tokens,
         )
+        self._cut_to_limits(draft)
+        return draft
+
+    def _cut_to_limits(self, draft: Draft) -> None:
+        """Let no request compute tokens whose KV comes from elsewhere (`RequestState.compute_until`).
+
+        A request that has computed all before them is held. If the cache has more than that by now, a request
+        is admitted as usual, without a limit.
+        """
+        for name, state in list(self._table.limited.items()):
+            chunk, stop = draft.chunks.get(name), state.compute_until
+            if chunk is None or stop is None:
+                continue
+            if chunk.start < stop:
+                chunk.num_tokens = min(chunk.num_tokens, stop - chunk.start)
+            elif chunk.admits:
+                self._table.limit(state, None)
+            else:
+                draft.hold(state)
+                draft.record("load", state, "hold", "KV of its next tokens is on its way")
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
         """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
@@ -86,9 +106,11 @@ class Planner:
     def bind_early(self, draft: Draft) -> bool:
         """Bind what the passes have decided so far; see `SchedulingView.bind_early`.
 
-        Not with tiers: they are asked for what a draft admits before any of it is bound.
+        Not with tiers: they are asked for what a draft admits before any of it is bound. Nor where a request
+        has a limit, to which its chunk is cut behind the passes.
         """
-        binding = None if self._kv_waits is not None else self._bindable_early
+        may_bind = self._kv_waits is None and not self._table.limited
+        binding = self._bindable_early if may_bind else None
         if binding is None or binding.draft is not draft or draft.preempted:
             return False
         try:
@@ -194,6 +216,7 @@ class Planner:
             before, after = len(self._table.running), len(binding.draft.running)
             if before != after:
                 raise PlanError(f"a pass lost running requests: {after} of {before} are left")
+            self._cut_to_limits(binding.draft)
         except Exception:
             self.discard(binding)
             raise

@@ -7,7 +7,8 @@
 
 Planner, committer and recovery return which requests must move; the engine calls these transitions. KV is not
 moved here: the engine releases blocks before `preempt` and `finish`. A request that waits for KV keeps its
-place in the queue.
+place in the queue. A request with a limit computes its prompt only up to that token, and is held there until
+`limit` is called again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class RequestTable:
     `num_for_kv` of them wait for KV and are not planned.
     `running`: in the order of the batch, the last is preempted first; the last `num_new_running` of them have
     been admitted since the order was set. A running request is in `prefilling` or a member of `decodes`.
+    `limited`: by id, requests with `compute_until`, waiting or in `prefilling`.
     `left_rows`: rows that requests have left and of which no executed plan has told the backend yet.
     """
 
@@ -41,6 +43,7 @@ class RequestTable:
         self.waiting: OrderedDict[str, RequestState] = OrderedDict()
         self.running: list[RequestState] = []
         self.prefilling: dict[str, RequestState] = {}
+        self.limited: dict[str, RequestState] = {}
         self.decodes = decodes
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.left_rows: list[int] = []
@@ -91,6 +94,20 @@ class RequestTable:
             raise BookkeepingError(f"{state.request_id} decodes: its computed tokens follow from its tokens")
         state.num_prefilled += num_tokens
 
+    def limit(self, state: RequestState, compute_until: int | None) -> None:
+        """Let a request compute its prompt up to this token; None: all of it.
+
+        Called by what brings the KV behind it (`KVWaits`). The limit also ends when the request leaves its
+        row or the table.
+        """
+        if compute_until is None:
+            self.limited.pop(state.request_id, None)
+        elif state.decoding or not state.num_computed < compute_until <= state.max_reusable:
+            raise BookkeepingError(f"{state.request_id} cannot stop at token {compute_until}")
+        else:
+            self.limited[state.request_id] = state
+        state.compute_until = compute_until
+
     def start_decode(self, state: RequestState, num_slots: int) -> None:
         """The request computes one token per step from now on. All its tokens but the last are computed.
         `num_slots`: tokens that its blocks hold."""
@@ -119,10 +136,12 @@ class RequestTable:
         else:
             self.num_for_kv -= state.status is RequestStatus.WAITING_FOR_KV
             del self.waiting[state.request_id]
+            self.limit(state, None)
         state.status, state.finish_reason = RequestStatus.FINISHED, reason
         del self.states[state.request_id]
 
     def _leave_row(self, state: RequestState) -> None:
+        self.limit(state, None)
         if state.decoding:
             self._stop_decode(state)
         else:
@@ -196,6 +215,7 @@ class RequestTable:
 
         * Each running request is in `prefilling` or in `decodes`, never in both, and its flags say so.
         * Each known request waits or runs, never both.
+        * Each limit is of a request in `limited`, which has not computed more.
         * Each row is free or belongs to one running request.
         * The columns of `decodes` agree with the tokens and blocks of its requests.
         """
@@ -208,6 +228,12 @@ class RequestTable:
             raise BookkeepingError("a request in decode counts as prefilling, or the other way round")
         if self.states.keys() != {state.request_id for state in parts} | self.waiting.keys():
             raise BookkeepingError(f"{len(self.states)} requests are known, others wait or run")
+        limits = {name: state for name, state in self.states.items() if state.compute_until is not None}
+        if limits != self.limited:
+            raise BookkeepingError(f"{[*limits]} have limits, {[*self.limited]} are known to")
+        for state in limits.values():
+            if state.decoding or state.num_computed > (state.compute_until or 0):
+                raise BookkeepingError(f"{state.request_id} has computed more than its limit")
         wrong = [
             *(state for state in self.running if state.status is not RequestStatus.RUNNING),
             *(state for state in self.waiting.values() if state.status not in WAITING),

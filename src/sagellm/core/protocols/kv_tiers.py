@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.eviction import Hint, Use
+from sagellm.core.protocols.kv_pool import Allocation
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
@@ -254,6 +255,12 @@ class KVArrivals(Protocol):
 
         The others are free again. Returns how many entered: fewer, if others have
         computed the same blocks meanwhile. `use`: of the request that brought them.
+        """
+
+    def hand_over(self, arrival: Arrival, num_blocks: int, target: Allocation) -> BlockIds:
+        """The first `num_blocks` blocks are filled, and become a running request's last ones.
+
+        The others are free again. Returns the blocks that `target` got, which must be of the same account.
         """
 
     def abort(self, arrival: Arrival) -> None:

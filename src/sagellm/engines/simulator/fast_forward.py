@@ -86,6 +86,7 @@ class SimulatedEngine(Engine):
         """
         table = self._request_table
         possible = len(table.decodes) and len(table.prefilling) <= 1 and self.kv.is_regular
+        possible = possible and not table.limited
         if not possible or self._worker or self._outputs or self.speculation is not None:
             return None
         if self._kv_waits is not None:

@@ -42,7 +42,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
+from sagellm.core.protocols.kv_tiers import Arrival, KVTiers, TierLookup
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -179,12 +179,8 @@ class KVCacheManager:
             binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, num_kept, first_bind = (
-            len(binding.copies),
-            len(binding.chunks),
-            len(binding.kept_states),
-            not binding.decodes_bound,
-        )
+        num_copies, num_bound, num_kept = len(binding.copies), len(binding.chunks), len(binding.kept_states)
+        first_bind = not binding.decodes_bound
         self._tables.start_bind(binding)
         chunks = [chunk for name, chunk in draft.chunks.items() if name not in binding.chunks]
         try:
@@ -274,6 +270,28 @@ class KVCacheManager:
         """
         self.allocator.append_block_to_each(self._tables.of(states))
 
+    def append_filled(self, state: RequestState, stop: int, arrival: Arrival | None = None) -> None:
+        """Give a running request blocks up to token `stop` whose KV comes from elsewhere.
+
+        It has computed its limit (`RequestState.compute_until`), so no step in flight contains it. The caller
+        then moves `num_computed` (`RequestTable.advance`). Blocks of `arrival` are filled, and those behind
+        `stop` are free again; without one, new blocks are appended, and the caller fills them before the
+        request computes on. The backend is sent them with its next chunk. Raises `CapacityError`.
+        """
+        blocks = self._blocks_of(state, "append_filled")
+        held = len(blocks.block_ids)
+        missing = cdiv(stop, self.block_size) - held
+        at_end = arrival is None or (arrival.first == held and state.num_computed == held * self.block_size)
+        if state.num_computed != state.compute_until or stop > state.max_reusable or not at_end:
+            raise BookkeepingError(
+                f"{state.request_id} has computed {state.num_computed} tokens and cannot get KV up to {stop}"
+            )
+        if arrival is not None and self.tiers is not None:
+            blocks.block_ids += self.tiers.arrivals.hand_over(arrival, missing, blocks.own)
+        elif missing > 0:
+            self.allocator.append_blocks(blocks, missing)
+        self._tables.mark_unsent(blocks, held)
+
     @property
     def is_regular(self) -> bool:
         """Whether a step that only decodes does nothing here but append blocks."""
@@ -320,9 +338,7 @@ class KVCacheManager:
             binding.require("executed", BindingStage.BOUND)  # only a step without requests binds nothing
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
-        if (
-            self._pages is not None
-        ):  # not when they were bound: a step in flight may still fail and be repeated
+        if self._pages is not None:  # not at the bind: a step in flight may still fail and be repeated
             self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
         if self.checkpoints is not None:
             self.checkpoints.executed(binding, self._tables.find)

@@ -15,7 +15,7 @@ from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.kv_tiers import Arrival
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 
 
 @dataclass(slots=True)
@@ -89,6 +89,19 @@ class PrefixArrivals:
         index.unpin(found.prefix, is_use=False)
         self._pool.free(blocks)
         return entered
+
+    def hand_over(self, arrival: Arrival, num_blocks: int, target: Allocation) -> BlockIds:
+        found = self._close(arrival)
+        if not 0 <= num_blocks <= len(arrival.block_ids) or found.blocks.account != target.account:
+            raise BookkeepingError(
+                f"{target!r} cannot take {num_blocks} blocks of {found.blocks!r}: they are fewer, or others'"
+            )
+        self.num_changes += 1
+        filled = self._pool.hand_over(found.blocks, 0, num_blocks, self._owner)
+        self._pool.hand_back(self._owner, filled, target, len(target.block_ids))
+        self._index.unpin(found.prefix, is_use=False)
+        self._pool.free(found.blocks)
+        return filled
 
     def abort(self, arrival: Arrival) -> None:
         found = self._close(arrival)
