@@ -95,10 +95,11 @@ class ApproximateReuse:
         """These chunks were committed. Prompts that are whole now, and exact, are sources for later ones."""
         for chunk in chunks:
             state, stop = chunk.state, chunk.state.num_prompt_tokens
+            if not chunk.start < stop <= chunk.end or state.num_approximate:
+                continue
             namespace = self._kv.namespace_of(state.request.namespace)
             registry = self._registries.get(namespace)
-            is_whole = chunk.start < stop <= chunk.end
-            if registry is None or not is_whole or state.num_approximate:
+            if registry is None:
                 continue
             tokens = Tokens(state.tokens.slice(0, stop - stop % self._kv.block_size))
             source = _Source(namespace, tokens)
@@ -143,6 +144,7 @@ class ApproximateReuse:
 
     def admitted(self, chunk: Chunk) -> None:
         """The request runs; it computes up to its first run."""
+        self._running.pop(chunk.state, None)
         start, runs = self._found.pop(chunk.state, (None, []))
         if runs and start == chunk.start:
             self._running[chunk.state] = _Reuse(deque(runs))

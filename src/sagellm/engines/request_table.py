@@ -97,7 +97,7 @@ class RequestTable:
     def limit(self, state: RequestState, compute_until: int | None) -> None:
         """Let a request compute its prompt up to this token; None: all of it.
 
-        Called by what brings the KV behind it (`KVWaits`). The limit also ends when the request leaves its
+        Called by what brings the KV behind it (`KVWaits`, `ApproximateReuse`). The limit also ends when the request leaves its
         row or the table.
         """
         if compute_until is None:

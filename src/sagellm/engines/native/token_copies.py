@@ -38,7 +38,7 @@ class TokenCopier:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], distance: int) -> None:
-        """Copy the KV of the slots `sources` to the slots `targets`, by `distance` positions further back.
+        """Copy the KV of the slots `sources` to the slots `targets`, `distance` positions later.
 
         A slot is block id x block size + offset. The targets are consecutive positions of a request and no
         sources; what follows them in a block that begins with them is zeroed, since attention may read it.
