@@ -54,7 +54,9 @@ def exact(engine: Engine, tokens: Iterable[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("options", [{}, {"index_as_computed": True}, {"index": "hashed"}, {"host_blocks": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, {"index_as_computed": True}, {"index": "hashed"}, {"host_blocks": 64}]
+)
 def test_text_at_another_position_is_copied(overlap: bool, options: dict[str, Any]) -> None:
     engine = engine_of(overlap=overlap, **options)
     prompt = [7, 8, *TEXT, 9]
@@ -109,6 +111,16 @@ def test_evicted_text_is_computed_and_found_again_later() -> None:
     engine.clear_cache()
     assert list(ask(engine, "~gone", [7, *TEXT]).new_token_ids) == exact(engine, [7, *TEXT])
     assert ask(engine, "~back", [8, 8, *TEXT]).num_approximate_tokens > 0
+
+
+def test_evicted_text_hides_no_other() -> None:
+    engine = engine_of()
+    ask(engine, "~first", [90])
+    ask(engine, "source", [1, 2, 3, *TEXT])
+    ask(engine, "hides", [7, *TEXT])  # its slice of 7 and more is found first
+    engine.clear_cache()
+    ask(engine, "source again", [1, 2, 3, *TEXT])
+    assert ask(engine, "~moved", [7, *TEXT, 8]).num_approximate_tokens == 28
 
 
 def test_a_source_that_is_half_evicted_serves_its_head() -> None:
@@ -278,9 +290,7 @@ def test_no_exact_request_ever_sees_it(
             number, (asks, parts, max_tokens, tenant) = waiting.pop(0)
             tokens = [token for text, start, size in parts for token in text[start : start + size]][:80]
             name = f"~{number}" if asks else str(number)
-            engine.add(
-                request(name, tokens, max_tokens, approximate_reuse=asks, namespace=Namespace(tenant))
-            )
+            engine.add(request(name, tokens, max_tokens, approximate_reuse=asks, namespace=Namespace(tenant)))
             expected[name] = expected_tokens(backend, tokens, max_tokens)
             found[name] = []
         for output in engine.step():

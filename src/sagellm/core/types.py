@@ -24,6 +24,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
+APPROXIMATE_REUSE = "approximate_reuse"
+"""The feature of an engine that copies KV to other positions, for requests that ask for it."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_RETENTIONS = 64

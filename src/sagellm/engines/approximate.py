@@ -6,7 +6,7 @@ the others is copied, with keys rotated to the new position. This is position-in
 `docs/log/2026-11-26-overlap.md` has figures. KV of such a request from its first copied token on never enters
 the prefix index or a tier (`RequestBlocks.num_exact`), so no other request sees it.
 
-    commit    a prompt computed exactly is observed: the slices of it that earlier prompts lacked are registered
+    commit    a prompt computed exactly is observed: slices of it that earlier prompts lacked are registered
     plan      an admitted request that asks: runs of known slices behind its prefix hit, the first chunk cut
     seal      the request gets a limit, the start of its first run (`RequestTable.limit`)
     advance   between steps: KV of the run is copied, and the limit moves to the next run
@@ -73,8 +73,9 @@ class ApproximateReuse:
     """Owns what is known of earlier prompts, and the runs of requests that reuse them.
 
     A text is found from twice `recompute_tokens` tokens on; of each run the first `recompute_tokens` are
-    computed. From its first request that asks on, a tenant's prompts are observed: tokens of the last
-    `MAX_SOURCE_TOKENS`, in `MAX_NAMESPACES` namespaces, those of the prefix index. `num_tokens`: copied so far.
+    computed. From its first request that asks on, a tenant's prompts are observed, in the namespaces of the
+    prefix index: `MAX_SOURCE_TOKENS` tokens and `MAX_NAMESPACES` namespaces, those used last. `num_tokens`:
+    copied so far.
     """
 
     def __init__(
@@ -156,8 +157,17 @@ class ApproximateReuse:
         self._running.pop(state, None)
 
     def _runs_of(self, state: RequestState, start: int) -> list[_Run]:
-        """The runs behind token `start` whose KV is on the device, without their first tokens."""
+        """The runs behind token `start` whose KV is on the device, without their first tokens.
+
+        Slices whose KV is gone are forgotten. They may have hidden others, so then the prompt is searched a
+        second time.
+        """
         registry = self._registry_of(self._kv.namespace_of(state.request.namespace))
+        num_known = len(registry)
+        runs = self._resident_runs(registry, state, start)
+        return runs if len(registry) == num_known else self._resident_runs(registry, state, start)
+
+    def _resident_runs(self, registry: SliceRegistry, state: RequestState, start: int) -> list[_Run]:
         longest = sorted(self._matches(registry, state, start), key=lambda run: run.start - run.stop)
         num_covered: dict[_Source, int] = {}
         runs = []
@@ -246,7 +256,9 @@ class ApproximateReuse:
         for state, reuse in self._running.items():
             limited = state.compute_until in (None, reuse.runs[0].start)
             if not limited or any(run.stop > state.max_reusable for run in reuse.runs):
-                raise BookkeepingError(f"{state.request_id} stops at {state.compute_until}, not at its next run")
+                raise BookkeepingError(
+                    f"{state.request_id} stops at {state.compute_until}, not at its next run"
+                )
         num_tokens = sum(len(source.tokens or ()) for source in self._sources)
         if num_tokens != self._num_source_tokens or num_tokens > MAX_SOURCE_TOKENS:
             raise BookkeepingError(f"{num_tokens} tokens of sources, {self._num_source_tokens} are counted")

@@ -503,7 +503,9 @@ def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopi
     needs = "kv.approximate_reuse needs a model whose layers all have plain attention with RoPE"
     try:
         if source is None or not config.prefix_caching:
-            raise UnsupportedModelError("this backend moves no KV" if source is None else "kv.prefix_caching is off")
+            raise UnsupportedModelError(
+                "this backend moves no KV" if source is None else "kv.prefix_caching is off"
+            )
         return source()
     except UnsupportedModelError as error:
         raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error

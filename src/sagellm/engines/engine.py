@@ -26,7 +26,7 @@ from functools import partial
 
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import CapacityError, RequestError, UnsupportedParameterError
+from sagellm.core.errors import CapacityError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
@@ -41,6 +41,7 @@ from sagellm.core.protocols.engine import (
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
 from sagellm.core.types import (
+    APPROXIMATE_REUSE,
     CapabilityDescriptor,
     FinishReason,
     Namespace,
@@ -115,7 +116,10 @@ class Engine:
         self.clock = clock or MonotonicClock()
         self.events = events or EventBus()
         self.max_batched_tokens = max_batched_tokens
-        self._capability = capability = backend.capability()
+        capability = backend.capability()
+        if token_copies is not None:
+            capability = replace(capability, features=capability.features | {APPROXIMATE_REUSE})
+        self._capability = capability
         num_groups = 1 if capability.kv_schema is None else capability.kv_schema.num_groups
         if kv.num_groups != num_groups:
             raise ValueError(f"the manager has {kv.num_groups} KV groups, the backend {num_groups}")
@@ -158,12 +162,6 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.request_id in self._request_table.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
-        if request.approximate_reuse and self._approximate is None:
-            raise UnsupportedParameterError(
-                "approximate_reuse: this engine computes every prompt exactly; it needs "
-                "kv.approximate_reuse: true, or leave the field out",
-                "approximate_reuse",
-            )
         account_tokens = self.kv.quotes.max_blocks(request.account) * self.kv.block_size
         check_request(request, self._capability, self.max_model_len, account_tokens)
         state = RequestState.of(request)

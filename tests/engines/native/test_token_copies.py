@@ -36,10 +36,15 @@ def backend_of(folder: Path, name: str, dtype: str = "float32") -> NativeBackend
     )  # fmt: skip
 
 
-def slow_copy(model: DecoderModel, kv: PagedKV, sources: list[int], targets: list[int], distance: int) -> None:
+def slow_copy(
+    model: DecoderModel, kv: PagedKV, sources: list[int], targets: list[int], distance: int
+) -> None:
     """One token, one head, one pair of numbers at a time, in double precision."""
     before = [(keys.clone(), values.clone()) for keys, values in zip(kv.keys, kv.values, strict=True)]
-    rows = [(divmod(source, BLOCK), divmod(target, BLOCK)) for source, target in zip(sources, targets, strict=True)]
+    rows = [
+        (divmod(source, BLOCK), divmod(target, BLOCK))
+        for source, target in zip(sources, targets, strict=True)
+    ]
     for layer, (keys, values) in enumerate(before):
         angles = inverse_frequencies(model._ropes[plain_attention(model._layers[layer]).rope]._spec).tolist()
         for (block, at), (new_block, new_at) in rows:
@@ -92,7 +97,9 @@ def test_a_rotated_key_is_the_computed_one(name: str, tmp_path: Path) -> None:
             pool[block + 4 : block + 8] = pool[:4]
     backend.token_copier().copy(range(4 * BLOCK + 3, 4 * BLOCK + 9), range(20 * BLOCK, 20 * BLOCK + 6), 5)
     moved = kv.keys[0].flatten(0, 1)[20 * BLOCK : 20 * BLOCK + 6]
-    torch.testing.assert_close(moved, kv.keys[0].flatten(0, 1)[12 * BLOCK + 8 : 12 * BLOCK + 14], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        moved, kv.keys[0].flatten(0, 1)[12 * BLOCK + 8 : 12 * BLOCK + 14], atol=1e-5, rtol=1e-5
+    )
     backend.close()
 
 

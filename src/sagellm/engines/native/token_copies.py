@@ -1,8 +1,8 @@
 """`TokenCopier` copies the KV of tokens to other positions of the pool, with their keys rotated.
 
-RoPE rotates a key by an angle linear in its position, so a key moves by a rotation by the distance (CacheBlend:
-Yao et al., EuroSys 2025, arXiv:2405.16444; EPIC: Hu et al. 2024, arXiv:2410.15332). What a copied token has
-seen stays that of its old context: the KV is an approximation.
+RoPE rotates a key by an angle that is linear in its position, so a key is moved by a rotation by the distance
+(CacheBlend: Yao et al., EuroSys 2025, arXiv:2405.16444; EPIC: Hu et al. 2024, arXiv:2410.15332). A copied
+token has seen its old context, not the new one: its KV is an approximation.
 """
 
 from __future__ import annotations

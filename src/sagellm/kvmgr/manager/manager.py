@@ -275,9 +275,9 @@ class KVCacheManager:
 
         It has computed its limit (`RequestState.compute_until`), so no step in flight contains it. The caller
         then moves `num_computed` (`RequestTable.advance`). Blocks of `arrival` are filled, and those behind
-        `stop` are free again; without one, new blocks are appended. The caller fills these with approximate KV
-        before the request computes on; from here on its KV is its own (`RequestBlocks.num_exact`). The backend
-        is sent the blocks with its next chunk. Raises `CapacityError`.
+        `stop` are free again; without one, new blocks are appended, which the caller fills with approximate
+        KV before the request computes on (`RequestBlocks.num_exact`). The backend is sent the blocks with its
+        next chunk. Raises `CapacityError`.
         """
         blocks = self._blocks_of(state, "append_filled")
         held = len(blocks.block_ids)
