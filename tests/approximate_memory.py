@@ -17,7 +17,8 @@ class ApproximateMemory(TokenMemoryBackend):
     """`TokenMemoryBackend` with a mark on each slot whose KV is approximate.
 
     KV is approximate where it was copied to another position, and where it was computed behind such KV. An
-    answer drawn from marked KV is off by one. Only a request whose id begins with "~" may see a mark.
+    answer drawn from marked KV is off by one. Only requests whose id begins with "~" may see a mark. KV is
+    copied only while `engine`, if it is set, has no step in flight.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -25,6 +26,7 @@ class ApproximateMemory(TokenMemoryBackend):
         self.marked: set[int] = set()
         self.num_copied = 0
         self.leaks: list[int] = []
+        self.engine: Engine | None = None
         self._may_see: dict[int, bool] = {}
         self._saw: dict[int, bool] = {}
 
@@ -32,12 +34,14 @@ class ApproximateMemory(TokenMemoryBackend):
         return self
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], distance: int) -> None:
-        assert len(sources) == len(targets) > 0
-        assert set(sources).isdisjoint(targets)
-        assert self.marked.isdisjoint(sources), "approximate KV is copied again"
+        if self.engine is not None and self.engine._in_flight is not None:
+            raise BookkeepingError("KV is copied while a step is in flight")
+        if not set(sources).isdisjoint(targets) or not self.marked.isdisjoint(sources):
+            raise BookkeepingError("approximate KV is copied again, or KV to itself")
         for source, target in zip(sources, targets, strict=True):
             entry = self._memory[source]
-            assert entry is not None, f"slot {source} is empty"
+            if entry is None:
+                raise BookkeepingError(f"slot {source} is empty")
             self._memory[target] = entry[0], entry[1] + distance, entry[2]
         self.marked.update(targets)
         self.num_copied += len(targets)

@@ -61,7 +61,7 @@ def fake_engine(
     )
     load_always(kv)
     scheduler = PassPipeline(passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()])
-    return Engine(
+    engine = Engine(
         backend,
         kv,
         scheduler,
@@ -73,6 +73,9 @@ def fake_engine(
         clock=clock,
         events=events,
     )
+    if isinstance(backend, ApproximateMemory):
+        backend.engine = engine
+    return engine
 
 
 def tiers_below(

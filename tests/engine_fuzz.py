@@ -202,7 +202,7 @@ class Case:
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]
-        return Engine(
+        engine = Engine(
             backend,
             kv,
             PassPipeline(passes),
@@ -213,6 +213,9 @@ class Case:
             recompute_tokens=self.recompute_tokens,
             clock=clock,
         )
+        if isinstance(backend, ApproximateMemory):
+            backend.engine = engine
+        return engine
 
     def _speculation(self, backend: TokenMemoryBackend) -> Speculation | None:
         if not self.num_proposed:
@@ -389,7 +392,7 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
     text = draw.choice([*TEXTS, [draw.randrange(96) for _ in range(96)]])
     approximate = bool(run.case.recompute_tokens) and draw.random() < 0.5
     if run.case.recompute_tokens:
-        text = text[draw.choice([0, 0, 1, 3, 8]) :]
+        text = [*text[draw.choice([0, 9, 30]) :][: draw.randrange(4)], *text[draw.choice([0, 1, 3, 8]) :]]
     return request(
         f"~{name}" if approximate else name,
         text[: draw.randrange(1, max(2, run.longest // 2))],

@@ -41,8 +41,9 @@ def ask(engine: Engine, name: str, tokens: Iterable[int], **options: Any) -> Req
     while engine.has_work():
         for output in engine.step():
             assert output.error is None
-            drawn += output.new_token_ids
-            last = output
+            if output.request_id == name:
+                drawn += output.new_token_ids
+                last = output
         check_books(engine)
         check_index(engine)
     return last._replace(new_token_ids=drawn)
@@ -206,6 +207,32 @@ def test_without_room_the_text_is_computed() -> None:
     asked = ask(engine, "~r", [7, *TEXT], max_tokens=1)
     assert asked.num_approximate_tokens == 0
     assert list(asked.new_token_ids) == exact(engine, [7, *TEXT])[:1]
+
+
+def test_kv_is_copied_between_steps() -> None:
+    """The backend refuses it while a step is in flight, which with overlap is nearly always."""
+    engine = engine_of(overlap=True)
+    ask(engine, "~first", [90])
+    ask(engine, "source", [1, 2, 3, *TEXT])
+    engine.add(request("decodes", [50, 51], 60))
+    for _ in range(4):
+        engine.step()
+    assert engine._in_flight is not None
+    assert ask(engine, "~r", [7, *TEXT]).num_approximate_tokens == 28
+    engine.close()
+
+
+def test_text_that_is_evicted_before_it_is_copied_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of()
+    ask(engine, "~first", [90])
+    ask(engine, "source", [1, 2, 3, *TEXT])
+    engine.add(request("~r", [7, *TEXT], approximate_reuse=True))
+    engine.step()
+    assert engine._request_table.limited
+    engine.clear_cache()
+    drawn = [token for _ in range(9) for output in engine.step() for token in output.new_token_ids]
+    assert drawn == exact(engine, [7, *TEXT])
+    assert not caplog.records
 
 
 def test_a_copy_that_fails_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
