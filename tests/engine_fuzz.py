@@ -51,6 +51,7 @@ from tests.builders import (
     expected_tokens,
     load_always,
     request,
+    split_loads,
     tiers_below,
 )
 from tests.kvmgr.tiers.storages.resp_server import RespServer
@@ -98,6 +99,7 @@ class Case:
     disk_blocks: int = 0
     has_remote: bool = False
     recompute_tokens: int = 0
+    splits_loads: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -144,8 +146,9 @@ class Case:
         draw = random.Random(self.seed + 7)
         if draw.random() < 0.5:
             return self
-        disk = draw.choice([0, 0, 200])
-        case = replace(self, host_blocks=draw.choice([8, 40, 200]), disk_blocks=disk)
+        disk, splits = draw.choice([0, 0, 200]), self.seed % 3 > 0
+        host = draw.choice([8, 40, 200])
+        case = replace(self, host_blocks=host, disk_blocks=disk, splits_loads=splits)
         if draw.random() < 0.6:
             return case
         return replace(case, host_blocks=draw.choice([0, case.host_blocks]), has_remote=True)
@@ -199,6 +202,8 @@ class Case:
             clock=clock,
         )
         load_always(kv)
+        if self.splits_loads:
+            split_loads(kv)
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]
@@ -322,6 +327,7 @@ class Run:
         assert not self.alive, f"{self.alive} did not end in {MAX_STEPS} steps: {self.engine.stats()}"
         if self.engine._kv_waits is not None:
             self.engine._kv_waits.settle()
+            self.seen["tails"] += self.engine._kv_waits.num_tails
             assert isinstance(self.engine.kv.tiers, HierarchyManager)
             for tier in self.engine.kv.tiers.tiers:
                 if tier.tier is not Tier.REMOTE:  # a test machine may be busier than the limit of a call

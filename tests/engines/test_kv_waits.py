@@ -24,7 +24,7 @@ class Tiers:
         self.whole: set[str] = set()
         self.is_deep = False
 
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
+    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
         if state.request_id in self.whole:
             return TierLookup.MISS
         if self.loading:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, RequestState
 from sagellm.core.protocols.engine import TokenCopies
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
@@ -130,18 +130,22 @@ class ApproximateReuse:
 
     # -- runs of a request
 
-    def plan(self, draft: Draft) -> None:
-        """Cut the chunks of admitted requests that ask before their first run."""
-        for chunk in draft.admitted():
-            state = chunk.state
-            asks = state.request.approximate_reuse and state.request.group is None
-            if not asks or state.prompt_logprobs is not None or state.compute_until is not None:
-                continue
-            if self._found.get(state, (None, []))[0] != chunk.start:
-                self._found[state] = chunk.start, self._runs_of(state, chunk.start)
-            runs = self._found[state][1]
-            if runs:
-                chunk.num_tokens = min(chunk.num_tokens, runs[0].start - chunk.start)
+    def plan(self, chunk: Chunk) -> None:
+        """Cut the chunk of an admitted request before its first run, if it asks and has any.
+
+        A request of a group is exact, since the group shares its KV; so is one whose prompt is scored.
+        """
+        state = chunk.state
+        if not state.request.approximate_reuse or state.request.group is not None:
+            return
+        if state.prompt_logprobs is not None or state.compute_until is not None:
+            self.forget(state)
+            return
+        if self._found.get(state, (None, []))[0] != chunk.start:
+            self._found[state] = chunk.start, self._runs_of(state, chunk.start)
+        runs = self._found[state][1]
+        if runs:
+            chunk.num_tokens = min(chunk.num_tokens, runs[0].start - chunk.start)
 
     def admitted(self, chunk: Chunk) -> None:
         """The request runs; it computes up to its first run."""

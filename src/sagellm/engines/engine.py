@@ -411,7 +411,8 @@ class Engine:
         binding = self._planner.decide(self._num_steps, self.view)
         if self._kv_waits is None:
             return binding
-        if binding.draft.preempted and self._kv_waits.give_way():
+        is_short = binding.draft.preempted or (binding.draft.rejected and self._kv_waits.holds_tails)
+        if is_short and self._kv_waits.give_way():
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
         if binding.draft.rejected and self._kv_waits.is_moving:

@@ -1,4 +1,4 @@
-"""`KVWaits`: waiting requests whose KV is on its way up from a lower tier."""
+"""`KVWaits`: requests whose KV is on its way up from a lower tier."""
 
 from __future__ import annotations
 
@@ -26,25 +26,34 @@ class KVWaits:
     it had. Other requests are planned meanwhile. For a request without room on the device the tiers are asked
     again when another's KV has come; if none is coming, it computes its prompt. `num_waits`: how often
     requests were held back so far.
+
+    A request that is alone with its prompt may run while its last blocks, the tail, are loaded
+    (`split_load.py`): it computes those before them. It must be admitted in the step after the one that found
+    that to be faster; otherwise it waits for all of its KV, which costs no computing. `num_tails`: how many
+    tails were loaded so far.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
         self._table, self._kv, self._tiers = table, kv, tiers
         self._to_ask: deque[RequestState] = deque()
         self._no_room: list[RequestState] = []
+        self._to_split: list[RequestState] = []
         self._coming: dict[str, RequestState] = {}
+        self._tails: dict[str, RequestState] = {}
         self._num_loads: Counter[str] = Counter()
-        self.num_waits = 0
+        self.num_waits = self.num_tails = 0
 
     def add(self, state: RequestState) -> None:
         """The request waits, for the first time or again."""
         del self._num_loads[state.request_id]
+        self._drop_tail(state)
         self._to_ask.append(state)
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
         del self._num_loads[state.request_id]
         self._coming.pop(state.request_id, None)
+        self._tails.pop(state.request_id, None)
         self._tiers.cancel(state.request_id)
 
     @property
@@ -53,7 +62,8 @@ class KVWaits:
 
         A move that ended while a preempted request was being saved is seen when that request is asked for.
         """
-        return not self._to_ask and (bool(self._coming) or not self._no_room)
+        to_ask = self._to_ask or self._to_split
+        return not to_ask and (bool(self._coming) or not self._no_room)
 
     def advance(self, *, start: bool, again: bool = True) -> None:
         """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
@@ -61,6 +71,8 @@ class KVWaits:
         Without `again`, tiers are asked for nothing: the blocks that are free now are for others.
         """
         came = [self._coming.pop(name) for name in self._tiers.poll() if name in self._coming]
+        for state in list(self._tails.values()):
+            self._take_tail(state)
         if came or not self._coming:  # a load that was cancelled is not named
             self._to_ask.extendleft(reversed(self._no_room))
             self._no_room.clear()
@@ -72,26 +84,37 @@ class KVWaits:
             return
         if start:
             self._tiers.start_loads()
+        late, self._to_split = self._to_split, []
+        for state in late:
+            self._ask(state, start=start, splits=False)
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
             self._ask(self._to_ask.popleft(), start=start)
 
     def hold_back(self, binding: Binding, *, start: bool) -> bool:
         """Ask tiers for the requests that a draft admits; returns whether to plan again.
 
-        Those whose KV comes wait for it. A load may have evicted what the draft counts on.
+        Those whose KV comes wait for it. A load may have evicted what the draft counts on. A tail is loaded
+        with `start` only: without it, a step is in flight, and the next step is planned when that has ended.
         """
-        num_cached, waits = self._kv.index.num_cached, False
+        num_cached, changes = self._kv.index.num_cached, False
         for chunk in list(binding.draft.admitted()):
-            self._ask(chunk.state, start=start, admits=True)
-            waits = waits or chunk.state.status is RequestStatus.WAITING_FOR_KV
-        return waits or self._kv.index.num_cached < num_cached
+            state = chunk.state
+            splits = self._ask(state, start=start, admits=True) is TierLookup.HIT
+            changes = changes or splits or state.status is RequestStatus.WAITING_FOR_KV
+        return changes or self._kv.index.num_cached < num_cached
 
-    def _ask(self, state: RequestState, *, start: bool, admits: bool = False) -> None:
-        if state.status not in WAITING:  # it runs, or has ended
-            return
+    def _ask(
+        self, state: RequestState, *, start: bool, admits: bool = False, splits: bool = True
+    ) -> TierLookup:
+        """Ask tiers for one request. HIT: its tail is loaded, or may be in the next step."""
+        if state.status not in WAITING or state.request_id in self._tails:  # it runs, will, or has ended
+            return TierLookup.MISS
         outcome = TierLookup.MISS
         if self._num_loads[state.request_id] < MAX_LOADS:
-            outcome = self._kv.bring_up(state, start=start, admits=admits)
+            splits = splits and self._is_alone(state)
+            outcome = self._kv.bring_up(state, start=start, admits=admits, splits=splits)
+        if outcome is TierLookup.HIT and not self._split(state, start=start, admits=admits):
+            return self._ask(state, start=start, admits=admits, splits=False)
         comes = outcome is TierLookup.HIT_PENDING
         if comes:
             self._num_loads[state.request_id] += 1
@@ -104,6 +127,61 @@ class KVWaits:
             self.num_waits += 1
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
+        return outcome
+
+    # -- tails
+
+    def loads_tail_of(self, state: RequestState) -> bool:
+        return state.request_id in self._tails
+
+    def _is_alone(self, state: RequestState) -> bool:
+        """Whether no other prompt could be computed while the KV of this one comes."""
+        others = len(self._table.waiting) - self._table.num_for_kv - (state.status is RequestStatus.WAITING)
+        return not others and not self._table.prefilling
+
+    def _split(self, state: RequestState, *, start: bool, admits: bool) -> bool:
+        """Load the tail of a request that is admitted now, or note that this would be faster."""
+        if not admits:
+            self._to_split.append(state)
+        elif not start and state in self._to_split:  # the next step is planned with none in flight
+            self._to_split.remove(state)
+        elif start:
+            first = self._kv.bring_up_tail(state)
+            if first is None:
+                return False
+            self._table.limit(state, first * self._kv.block_size)
+            self._tails[state.request_id] = state
+            self._num_loads[state.request_id] += 1
+            self.num_tails += 1
+        return True
+
+    def _take_tail(self, state: RequestState) -> None:
+        """Give a request its tail once it has computed all before it, so that no step in flight has it."""
+        stop = state.compute_until
+        if stop is None or state.status is not RequestStatus.RUNNING:
+            self._drop_tail(state)
+            self._to_split.append(state)  # if it waits, for all of its KV
+        elif state.num_computed == stop:
+            tail = self._tiers.take_tail(state.request_id)
+            if tail is None:
+                return
+            size = self._kv.block_size
+            if tail.arrival is not None:
+                self._kv.append_filled(state, stop + tail.num_blocks * size, tail.arrival)
+            self._table.receive(state, tail.num_blocks * size)
+            del self._tails[state.request_id]
+
+    def _drop_tail(self, state: RequestState) -> None:
+        if self._tails.pop(state.request_id, None) is not None:
+            self._table.limit(state, None)
+            self._tiers.cancel(state.request_id)
+
+    # -- all moves
+
+    @property
+    def holds_tails(self) -> bool:
+        """Whether device blocks are kept for requests that compute what is before them."""
+        return bool(self._tails)
 
     @property
     def is_moving(self) -> bool:
@@ -114,6 +192,8 @@ class KVWaits:
         """Stop all moves, which frees their device blocks; False without any."""
         if not self._tiers.give_way():
             return False
+        for state in list(self._tails.values()):
+            self._drop_tail(state)
         self.advance(start=True, again=False)
         return True
 

@@ -93,6 +93,16 @@ class Planner:
                 draft.hold(state)
                 draft.record("load", state, "hold", "KV of its next tokens is on its way")
 
+    def _plan_approximate(self, draft: Draft) -> None:
+        """Look for approximate reuse of admitted requests; not of those whose last KV a tier brings."""
+        if self._approximate is None:
+            return
+        for chunk in draft.admitted():
+            if self._kv_waits is not None and self._kv_waits.loads_tail_of(chunk.state):
+                self._approximate.forget(chunk.state)
+            else:
+                self._approximate.plan(chunk)
+
     def decide(self, step: int, view: SchedulingView) -> Binding:
         """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
         `PlanError` for decisions that break the rules; then nothing is bound."""
@@ -102,8 +112,7 @@ class Planner:
             if self._kv_waits is None or not self._kv_waits.hold_back(binding, start=True):
                 break
             self.discard(binding)
-        if self._approximate is not None:
-            self._approximate.plan(binding.draft)
+        self._plan_approximate(binding.draft)
         self._table.set_order(binding.draft.running)
         self._recovery.isolate(binding.draft)
         return binding
@@ -205,8 +214,7 @@ class Planner:
                 self._run_passes(binding, view, may_bind_early=True)
                 if self._kv_waits is not None and self._kv_waits.hold_back(binding, start=False):
                     raise CapacityError("KV comes from tiers")
-                if self._approximate is not None:
-                    self._approximate.plan(draft)
+                self._plan_approximate(draft)
                 self._put_off_stale(binding)
                 if draft.preempted or draft.rejected or not draft.num_scheduled:
                     raise CapacityError("requests would have to leave")

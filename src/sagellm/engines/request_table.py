@@ -97,8 +97,8 @@ class RequestTable:
     def limit(self, state: RequestState, compute_until: int | None) -> None:
         """Let a request compute its prompt up to this token; None: all of it.
 
-        Called by what brings the KV behind it (`KVWaits`, `ApproximateReuse`). The limit also ends when the
-        request leaves its row or the table.
+        Called by what brings the KV behind it (`KVWaits`, `ApproximateReuse`). `receive`, and leaving the row
+        or the table, end the limit too.
         """
         if compute_until is None:
             self.limited.pop(state.request_id, None)
@@ -107,6 +107,13 @@ class RequestTable:
         else:
             self.limited[state.request_id] = state
         state.compute_until = compute_until
+
+    def receive(self, state: RequestState, num_tokens: int) -> None:
+        """KV of the tokens behind the limit has come, or not; the request computes the rest."""
+        self.advance(state, num_tokens)
+        if not state.num_preemptions:
+            state.num_cached += num_tokens
+        self.limit(state, None)
 
     def start_decode(self, state: RequestState, num_slots: int) -> None:
         """The request computes one token per step from now on. All its tokens but the last are computed.

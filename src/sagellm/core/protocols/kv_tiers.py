@@ -121,6 +121,7 @@ class TierLookup(Enum):
     """What a tier knows of blocks. `RETRY`: it cannot say now; the same question may be answered later."""
 
     HIT = "hit"
+    """There, and to be loaded in part while the request computes what is before it."""
     HIT_PENDING = "hit_pending"
     """Being written or fetched; they are there soon."""
     MISS = "miss"
@@ -243,11 +244,18 @@ class KVArrivals(Protocol):
         """Set how room is made, and the index's name as an owner."""
 
     def begin_receive(
-        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = ...
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_blocks: int,
+        account: Account = ...,
+        first: int | None = None,
     ) -> Arrival | None:
         """Reserve blocks for what is not cached of the first `num_blocks` of a prefix.
 
-        None, and no change, if there are none to fill or too few could be made free.
+        With `first`, only for those from this block on: a request computes what is missing before them, and
+        gets them by `hand_over`. None, and no change, if there are none to fill or too few could be made
+        free.
         """
 
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
@@ -291,6 +299,16 @@ class TierState(NamedTuple):
     fault: str = ""
     dropped: int = 0
     refused: int = 0
+
+
+class Tail(NamedTuple):
+    """The last blocks of a prompt, once their load has ended; the first `num_blocks` of `arrival` are filled.
+
+    `arrival` is None if nothing came.
+    """
+
+    arrival: Arrival | None = None
+    num_blocks: int = 0
 
 
 class KVTiers(Protocol):
@@ -348,14 +366,36 @@ class KVTiers(Protocol):
         start: bool = True,
         has_room: bool = True,
         asks: bool = True,
+        tail_blocks: int = 0,
     ) -> TierLookup:
         """Bring up what tiers have of a prompt and the device lacks.
+
+        HIT: nothing begins, since `load_tail` with so many blocks would be faster; call it when the request
+        is admitted, or `request` without `tail_blocks`.
 
         HIT_PENDING: it comes, or a shared store is asked, and `poll` will name the request. MISS: nothing is
         worth it. RETRY: the device has no room for it now, by itself or because the caller says so. With
         `start=False` the blocks are written from `start_loads` on, since the step that computes now may still
         write to them. With `asks=False` a shared store is not asked.
         """
+
+    def load_tail(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account,
+        tail_blocks: int,
+    ) -> int | None:
+        """Load the last blocks of a prompt for a request that computes those before them.
+
+        Returns the first block that is loaded, for `RequestState.compute_until`; None, and no change, where
+        that is not worth it now. At most `tail_blocks` blocks. No step may be in flight.
+        """
+
+    def take_tail(self, request_id: str) -> Tail | None:
+        """The tail of a request, for `KVCacheManager.append_filled`; None while it is being loaded."""
 
     def start_loads(self) -> None:
         """Begin the loads that were requested with `start=False`."""

@@ -39,7 +39,7 @@ from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import BlockCopy, BlockTableDelta, Chunk, RequestState
+from sagellm.core.plan import BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.kv_tiers import Arrival, KVTiers, TierLookup
@@ -193,8 +193,8 @@ class KVCacheManager:
             for chunk in chunks:
                 bound = binding.chunks.setdefault(chunk.state.request_id, ChunkBlocks(chunk))
                 self._append_chunk_blocks(bound)
-                if chunk.hit is not None:
-                    binding.copies += self._copies_for(chunk.state.request_id, chunk.hit)
+                if chunk.hit is not None and chunk.hit.tail is not None:  # it counts on a block of its group
+                    binding.copies += self._tails.copies_of(chunk.hit.tail, chunk.state.request_id)
             if early and self._publishes_early:
                 self._publish(chunks)
             if self.checkpoints is not None:
@@ -301,22 +301,27 @@ class KVCacheManager:
 
     # -- tiers below the device
 
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool) -> TierLookup:
+    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
         """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`.
 
         `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
-        beside a block for each running request.
+        beside a block for each running request. `splits`: HIT says that `bring_up_tail` is faster.
         """
         assert self.tiers is not None
-        tokens, namespace, has_room = state.tokens, self.namespace_of(state.request.namespace), True
-        if not admits:
-            cached = self.quotes.lookup(tokens, namespace, state.max_reusable)
-            wanted = self.quotes.blocks_to_admit(cached, len(tokens) - cached.num_tokens) + len(self._tables)
-            has_room = wanted <= self.quotes.available_blocks()
-        path = state.request_id, tokens, namespace, state.max_reusable
+        left = self.quotes.left_beside(state)
         return self.tiers.request(
-            *path, self._account_of(state), start=start, has_room=has_room, asks=not admits
-        )
+            *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
+            tail_blocks=max(0, left) if splits else 0,
+        )  # fmt: skip
+
+    def bring_up_tail(self, state: RequestState) -> int | None:
+        """See `KVTiers.load_tail`. The device has room for the tail beside all that the request needs."""
+        assert self.tiers is not None
+        return self.tiers.load_tail(*self._path_of(state), max(0, self.quotes.left_beside(state)))
+
+    def _path_of(self, state: RequestState) -> tuple[str, Tokens, Namespace, int, Account]:
+        namespace = self.namespace_of(state.request.namespace)
+        return state.request_id, state.tokens, namespace, state.max_reusable, self._account_of(state)
 
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""
@@ -543,12 +548,6 @@ class KVCacheManager:
         missing = cdiv(bound.chunk.end, self.block_size) - held
         if missing > 0:
             bound.block_ids = tuple(self.allocator.append_blocks(blocks, missing))
-
-    def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
-        """Copies of what a hit counts on outside the index."""
-        if hit.tail is not None:
-            return self._tails.copies_of(hit.tail, request_id)
-        return ()
 
     def _undo(self, binding: Binding, num_bound: int, num_kept: int, *, decodes: bool) -> None:
         """Take back the blocks of all chunks behind the first `num_bound`.

@@ -140,6 +140,13 @@ class Quotes:
         pages = self._pages.pages_to_admit(self._index.block_ids(hit), unpinned, new)
         return cdiv(pages, self._per_block)
 
+    def left_beside(self, state: RequestState) -> int:
+        """Available blocks once a request is admitted, and each running request has one more."""
+        namespace = self._groups.namespace_of(state.request.namespace)
+        hit = self.lookup(state.tokens, namespace, state.max_reusable)
+        wanted = self.blocks_to_admit(hit, len(state.tokens) - hit.num_tokens) + len(self._tables)
+        return self.available_blocks() - wanted
+
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         blocks, lost = self._tables[state.request_id], self._num_lost(state)
         if self._pages is None:

@@ -44,11 +44,17 @@ class PrefixArrivals:
         self._make_room, self._owner = make_room, owner
 
     def begin_receive(
-        self, tokens: Tokens, namespace: Namespace, num_blocks: int, account: Account = NO_ACCOUNT
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_blocks: int,
+        account: Account = NO_ACCOUNT,
+        first: int | None = None,
     ) -> Arrival | None:
         index, size = self._index, self._index.block_size
-        found = index.lookup(tokens, namespace, num_blocks * size)
-        missing = num_blocks - found.num_blocks
+        found = index.lookup(tokens, namespace, (num_blocks if first is None else first) * size)
+        first = found.num_blocks if first is None else first
+        missing = num_blocks - first
         if missing <= 0 or (self._open and self.num_blocks + missing > self._most_blocks):
             return None
         prefix = index.pin(found, is_use=False)
@@ -66,13 +72,14 @@ class PrefixArrivals:
             return None
         self._open[self._num_epochs] = _Open(prefix, blocks)
         self.num_blocks += missing
-        return Arrival(tokens, namespace, found.num_blocks, blocks.block_ids[:], self._num_epochs)
+        return Arrival(tokens, namespace, first, blocks.block_ids[:], self._num_epochs)
 
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = NO_USE) -> int:
         found = self._close(arrival)
-        if not 0 <= num_blocks <= len(arrival.block_ids):
+        if not 0 <= num_blocks <= len(arrival.block_ids) or arrival.first > found.prefix.num_blocks:
             raise BookkeepingError(
-                f"{num_blocks} of {len(arrival.block_ids)} blocks of an arrival are filled"
+                f"{num_blocks} of {len(arrival.block_ids)} blocks of an arrival are filled from block "
+                f"{arrival.first} on, {found.prefix.num_blocks} are cached before them"
             )
         index, blocks, entered = self._index, found.blocks, 0
         self.num_changes += 1

@@ -2,6 +2,7 @@
 
     offer(hit)        a path has been computed or used on the device: what a tier lacks of it is written there
     request(...)      blocks of a waiting request that a tier has and the device lacks begin to come up
+    load_tail(...)    the last of them begin to come up, while the request computes those before them
     poll()            what has arrived is in the device's index, what was written in its tier's; never blocks
 
 Device blocks are pinned while they are read, so a step cannot evict or overwrite them. Blocks that come up
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
-from sagellm.core.protocols.kv_tiers import Arrival, TierLookup, TierState
+from sagellm.core.protocols.kv_tiers import Arrival, Tail, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
+from sagellm.kvmgr.kv_pool.tiers.split_load import first_of_tail
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
 log = logging.getLogger("sagellm.tiers")
@@ -72,12 +74,16 @@ class _Hold:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks on their way up for a request, until `until_s` at most. `source` pins them in their tier."""
+    """Blocks on their way up for a request, until `until_s` at most. `source` pins them in their tier.
+
+    `is_tail`: the request computes those before them meanwhile.
+    """
 
     request_id: str
     tier: KVTier
     source: PrefixHit
     arrival: Arrival
+    is_tail: bool = False
     until_s: float = math.inf
 
 
@@ -106,6 +112,7 @@ class HierarchyManager:
         self._loads: dict[int, _Load] = {}
         self._holds: dict[str, _Hold] = {}
         self._move_of: dict[str, int] = {}
+        self._tails: dict[str, Tail] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._bytes_per_s = {tier.tier: FIRST_BYTES_PER_S for tier in tiers}
         self._measured: set[Tier] = set()
@@ -218,22 +225,61 @@ class HierarchyManager:
         start: bool = True,
         has_room: bool = True,
         asks: bool = True,
+        tail_blocks: int = 0,
     ) -> TierLookup:
         if request_id in self._move_of:
             return TierLookup.HIT_PENDING
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
-        found, tier = self._best(request_id, tokens, namespace, max_tokens, cached)
-        if asks and self._ask(request_id, tokens, namespace, max_tokens, account, found.num_blocks):
+        found, tier = self._best(request_id, tokens, namespace, max_tokens, cached, tail_blocks)
+        if asks and self._ask(
+            request_id, tokens, namespace, max_tokens, account, found.num_blocks, tail_blocks
+        ):
             return TierLookup.HIT_PENDING
         if tier is None:
             self._forget(request_id)
             return TierLookup.MISS
+        if self._first_of_tail(tier, cached, found.num_blocks, tail_blocks) is not None:
+            return TierLookup.HIT
         arrival = None
         if has_room:
             arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
         if arrival is None:
             return TierLookup.RETRY
-        load = _Load(request_id, tier, tier.begin_load(found), arrival)
+        self._begin_load(request_id, tier, found, arrival, is_tail=False)
+        if start:
+            self.start_loads()
+        return TierLookup.HIT_PENDING
+
+    def load_tail(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        account: Account,
+        tail_blocks: int,
+    ) -> int | None:
+        cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
+        found, tier = self._best(request_id, tokens, namespace, max_tokens, cached, tail_blocks)
+        if tier is None or request_id in self._move_of or request_id in self._tails:
+            return None
+        first = self._first_of_tail(tier, cached, found.num_blocks, tail_blocks)
+        if first is None:
+            return None
+        arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account, first)
+        if arrival is None:
+            return None
+        self._begin_load(request_id, tier, found, arrival, is_tail=True)
+        self.start_loads()
+        return first
+
+    def take_tail(self, request_id: str) -> Tail | None:
+        return None if request_id in self._move_of else self._tails.pop(request_id, Tail())
+
+    def _begin_load(
+        self, request_id: str, tier: KVTier, found: PrefixHit, arrival: Arrival, *, is_tail: bool
+    ) -> None:
+        load = _Load(request_id, tier, tier.begin_load(found), arrival, is_tail)
         if isinstance(tier, RemoteTier):
             compute_s = self._costs.recompute_s(_extent(arrival.first, found.num_blocks))
             load.until_s = tier.now() + max(compute_s, tier.max_ask_s)
@@ -241,13 +287,15 @@ class HierarchyManager:
         slots = tier.index.block_ids(load.source)[arrival.first :]
         target = MoveTarget(Tier.HBM, range(len(positions)), arrival.block_ids)
         plan = MigrationPlan(
-            self._path(tokens, found.num_blocks), namespace, positions, tier.tier, slots, (target,)
+            self._path(found.tokens, found.num_blocks),
+            found.namespace,
+            positions,
+            tier.tier,
+            slots,
+            (target,),
         )
         self._move_of[request_id] = 0  # until `start_loads`; ids of moves begin at 1
         self._unstarted.append((plan, load))
-        if start:
-            self.start_loads()
-        return TierLookup.HIT_PENDING
 
     def start_loads(self) -> None:
         for plan, load in self._unstarted:
@@ -257,8 +305,9 @@ class HierarchyManager:
         self._unstarted.clear()
 
     def cancel(self, request_id: str) -> None:
-        """See `KVTiers`. Blocks that have come already are cached."""
+        """See `KVTiers`. Blocks that have come already are cached, those of a tail are free again."""
         self._forget(request_id)
+        self._drop_tail(request_id)
         move_id = self._move_of.pop(request_id, None)
         if move_id:
             self._migrator.cancel(move_id)
@@ -269,6 +318,11 @@ class HierarchyManager:
                 self.arrivals.abort(load.arrival)
                 return
 
+    def _drop_tail(self, request_id: str) -> None:
+        arrival = self._tails.pop(request_id, Tail()).arrival
+        if arrival is not None:
+            self.arrivals.abort(arrival)
+
     def _ask(
         self,
         request_id: str,
@@ -277,6 +331,7 @@ class HierarchyManager:
         max_tokens: int,
         account: Account,
         found: int,
+        tail_blocks: int,
     ) -> bool:
         """Ask the shared store once for blocks behind the first `found`.
 
@@ -285,7 +340,9 @@ class HierarchyManager:
         remote, num_blocks = self._remote, min(max_tokens, len(tokens)) // self._index.block_size
         if remote is None or request_id in remote.answered or num_blocks <= found:
             return False
-        if not self._is_worth(remote, found, num_blocks, LATENCY_S + remote.ask_s):
+        latency_s = LATENCY_S + remote.ask_s
+        is_worth = self._first_of_tail(remote, found, num_blocks, tail_blocks, latency_s) is not None
+        if not is_worth and not self._is_worth(remote, found, num_blocks, latency_s):
             return False
         limit_s = self._costs.recompute_s(_extent(found, num_blocks))
         if not remote.ask(request_id, tokens, namespace, num_blocks, account, limit_s):
@@ -298,17 +355,40 @@ class HierarchyManager:
             self._remote.forget(request_id)
 
     def _best(
-        self, request_id: str, tokens: Tokens, namespace: Namespace, max_tokens: int, cached: int
+        self,
+        request_id: str,
+        tokens: Tokens,
+        namespace: Namespace,
+        max_tokens: int,
+        cached: int,
+        tail_blocks: int,
     ) -> tuple[PrefixHit, KVTier | None]:
-        """The longest prefix that is worth loading, of the nearest tier with it."""
+        """The longest prefix that is worth loading, also in part, of the nearest tier with it."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
             if isinstance(tier, RemoteTier) and request_id not in tier.answered:
                 continue
             hit = tier.lookup(tokens, namespace, max_tokens)
-            if hit.num_blocks > best.num_blocks and self._is_worth(tier, cached, hit.num_blocks):
+            if hit.num_blocks > best.num_blocks and (
+                self._first_of_tail(tier, cached, hit.num_blocks, tail_blocks) is not None
+                or self._is_worth(tier, cached, hit.num_blocks)
+            ):
                 best, of_tier = hit, tier
         return best, of_tier
+
+    def _first_of_tail(
+        self, tier: KVTier, first: int, stop: int, tail_blocks: int, latency_s: float = LATENCY_S
+    ) -> int | None:
+        """Where to split blocks [first, stop), behind the loads from this tier that are under way."""
+        if not tail_blocks:
+            return None
+        loads = [*self._loads.values(), *(load for _, load in self._unstarted)]
+        ahead = sum(len(load.arrival.block_ids) for load in loads if load.tier is tier)
+        return first_of_tail(
+            first, stop, tail_blocks,
+            lambda end: self._costs.recompute_s(_extent(first, end)),
+            lambda count: self._load_s(tier.tier, ahead + count, latency_s),
+        )  # fmt: skip
 
     def _is_worth(self, tier: KVTier, first: int, stop: int, latency_s: float = LATENCY_S) -> bool:
         load_s = self._load_s(tier.tier, stop - first, latency_s)
@@ -384,7 +464,13 @@ class HierarchyManager:
 
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
-        self.arrivals.publish(load.arrival, report.num_written.get(Tier.HBM, 0))
+        num_written = report.num_written.get(Tier.HBM, 0)
+        if not load.is_tail:
+            self.arrivals.publish(load.arrival, num_written)
+        elif self._move_of.get(load.request_id) == report.move_id:
+            self._tails[load.request_id] = Tail(load.arrival, num_written)
+        else:  # the request has left, or memory was wanted
+            self.arrivals.abort(load.arrival)
         if reached := _bytes_per_s(report.num_bytes, report.spent_s):
             before = self._bytes_per_s[load.tier.tier]
             self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
@@ -393,8 +479,13 @@ class HierarchyManager:
     def give_way(self) -> bool:
         self.start_loads()  # so that these end by a report, too
         self._drop_offers()
+        tails = [load.request_id for load in self._loads.values() if load.is_tail]
+        had_tails = bool(self._tails)
+        for request_id in (*self._tails, *tails):
+            self._drop_tail(request_id)
+            self._move_of.pop(request_id, None)
         if not self._stores and not self._loads:
-            return False
+            return had_tails
         for move_id in (*self._stores, *self._loads):
             self._migrator.cancel(move_id)
         for load in self._loads.values():
@@ -436,6 +527,8 @@ class HierarchyManager:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.start_loads()
         self._drop_offers()
+        for request_id in list(self._tails):
+            self._drop_tail(request_id)
         if self._remote is not None:
             self._remote.close()
         self._migrator.close()
@@ -453,6 +546,8 @@ class HierarchyManager:
         unknown = set(self._move_of.values()) - self._loads.keys() - {0}
         if unknown:
             raise BookkeepingError(f"requests wait for moves {unknown}, which are not under way")
+        if self._tails.keys() & self._move_of.keys():
+            raise BookkeepingError(f"tails of {[*self._tails]} have come, and are on their way")
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
