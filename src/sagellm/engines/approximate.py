@@ -70,7 +70,7 @@ class _Reuse:
 
 
 class ApproximateReuse:
-    """Owns what is known of earlier prompts, and the runs of requests that reuse them.
+    """Owns what is known of earlier prompts, and the runs of later ones.
 
     A text is found from twice `recompute_tokens` tokens on; of each run the first `recompute_tokens` are
     computed. From its first request that asks on, a tenant's prompts are observed, in the namespaces of the
@@ -93,7 +93,10 @@ class ApproximateReuse:
     # -- what is known of earlier prompts
 
     def observe(self, chunks: Iterable[Chunk]) -> None:
-        """These chunks were committed. Prompts that are whole now, and exact, are sources for later ones."""
+        """These chunks were committed; prompts that are whole now become sources.
+
+        Those that are exact, of tenants that have asked.
+        """
         for chunk in chunks:
             state, stop = chunk.state, chunk.state.num_prompt_tokens
             if not chunk.start < stop <= chunk.end or state.num_approximate:
@@ -131,7 +134,7 @@ class ApproximateReuse:
     # -- runs of a request
 
     def plan(self, chunk: Chunk) -> None:
-        """Cut the chunk of an admitted request before its first run, if it asks and has any.
+        """Cut the chunk of an admitted request that asks before its first run.
 
         A request of a group is exact, since the group shares its KV; so is one whose prompt is scored.
         """
@@ -161,7 +164,7 @@ class ApproximateReuse:
         self._running.pop(state, None)
 
     def _runs_of(self, state: RequestState, start: int) -> list[_Run]:
-        """The runs behind token `start` whose KV is on the device, without their first tokens.
+        """The runs behind token `start` that can be copied, in order.
 
         Slices whose KV is gone are forgotten. They may have hidden others, so then the prompt is searched a
         second time.
@@ -233,7 +236,10 @@ class ApproximateReuse:
                     del self._running[state]
 
     def _copy(self, state: RequestState, run: _Run) -> bool:
-        """Copy the KV of a run; False where it is gone, there is no room, or the copy failed."""
+        """Copy the KV of a run; returns whether that was possible.
+
+        It is not where the KV is gone or there is no room. A copy that fails is logged.
+        """
         kv, size = self._kv, self._kv.block_size
         hit = self._hit(run.source, cdiv(run.source_stop, size) * size)
         if hit.num_tokens < run.source_stop:

@@ -116,10 +116,7 @@ class Engine:
         self.clock = clock or MonotonicClock()
         self.events = events or EventBus()
         self.max_batched_tokens = max_batched_tokens
-        capability = backend.capability()
-        if token_copies is not None:
-            capability = replace(capability, features=capability.features | {APPROXIMATE_REUSE})
-        self._capability = capability
+        self._capability = capability = backend.capability()
         num_groups = 1 if capability.kv_schema is None else capability.kv_schema.num_groups
         if kv.num_groups != num_groups:
             raise ValueError(f"the manager has {kv.num_groups} KV groups, the backend {num_groups}")
@@ -135,6 +132,7 @@ class Engine:
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
+            self._capability = replace(capability, features=capability.features | {APPROXIMATE_REUSE})
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
             table,

@@ -94,7 +94,7 @@ class Planner:
                 draft.record("load", state, "hold", "KV of its next tokens is on its way")
 
     def _plan_approximate(self, draft: Draft) -> None:
-        """Look for approximate reuse of admitted requests; not of those whose last KV a tier brings."""
+        """Look for approximate reuse of admitted requests, if no tier loads their tail."""
         if self._approximate is None:
             return
         for chunk in draft.admitted():

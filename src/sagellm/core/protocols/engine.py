@@ -118,7 +118,7 @@ class TokenCopies(Protocol):
     """Copies KV within a device, between steps."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], distance: int) -> None:
-        """Copy the KV of the slots `sources` to the slots `targets`, `distance` positions later.
+        """Copy KV from the slots `sources` to `targets`, `distance` positions later.
 
         A slot is block id x block size + offset. The targets are consecutive positions of one request and no
         sources; what follows them in a block that begins with them is cleared. Returns when the KV is there.

@@ -1,4 +1,4 @@
-"""`TokenCopier` copies the KV of tokens to other positions of the pool, with their keys rotated.
+"""`TokenCopier` copies the KV of tokens to other positions, with rotated keys.
 
 RoPE rotates a key by an angle that is linear in its position, so a key is moved by a rotation by the distance
 (CacheBlend: Yao et al., EuroSys 2025, arXiv:2405.16444; EPIC: Hu et al. 2024, arXiv:2410.15332). A copied
@@ -21,7 +21,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class TokenCopier:
-    """Copies within the pool of a model whose layers have plain attention with RoPE.
+    """Copies within the pool of a model with plain attention and RoPE.
 
     Raises `UnsupportedModelError` for another, with the reason.
     """
@@ -38,7 +38,7 @@ class TokenCopier:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], distance: int) -> None:
-        """Copy the KV of the slots `sources` to the slots `targets`, `distance` positions later.
+        """Copy KV from the slots `sources` to `targets`, `distance` positions later.
 
         A slot is block id x block size + offset. The targets are consecutive positions of a request and no
         sources; what follows them in a block that begins with them is zeroed, since attention may read it.
@@ -63,7 +63,7 @@ class TokenCopier:
 
 
 def _cos_sin(rope: RopeSpec, distance: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cos and sin of the rotation of keys [T, heads, head_dim], each [T, head_dim / 2]."""
+    """The cos and sin for keys [T, heads, head_dim], each [T, head_dim / 2]."""
     angles = inverse_frequencies(rope).double() * distance
     still = like.shape[-1] // 2 - len(angles)  # these dims do not rotate
     parts = F.pad(angles.cos(), (0, still), value=1.0), F.pad(angles.sin(), (0, still))
@@ -72,9 +72,9 @@ def _cos_sin(rope: RopeSpec, distance: int, like: torch.Tensor) -> tuple[torch.T
 
 
 def plain_attention(layer: DecoderLayer) -> Attention:
-    """The attention of a layer whose KV can be moved: RoPE, all tokens seen, KV of its own.
+    """The attention of a layer whose KV can be moved.
 
-    Raises `UnsupportedModelError` for another layer.
+    It has RoPE, sees all tokens, and has KV of its own. Raises `UnsupportedModelError` for another layer.
     """
     own = layer.mixer
     if (

@@ -73,10 +73,10 @@ class PrefixRegistrar:
         self.num_changes = 0
 
     def register(self, blocks: RequestBlocks, num_tokens: int) -> InsertResult | None:
-        """Move the whole blocks of the first `num_tokens` tokens into the index, as far as they are exact.
+        """Move the whole blocks of the first `num_tokens` tokens into the index.
 
-        Returns None if there are no new ones. Where the index has equal blocks of another request, this
-        request goes on with those; its own duplicates are freed.
+        Only those that are exact. Returns None if there are no new ones. Where the index has equal blocks of
+        another request, this request goes on with those; its own duplicates are freed.
         """
         block_size, shared = self._pool.block_size, blocks.num_shared
         num_tokens = min(num_tokens, blocks.num_exact)
