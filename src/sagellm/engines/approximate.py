@@ -103,9 +103,10 @@ class ApproximateReuse:
                 continue
             namespace = self._kv.namespace_of(state.request.namespace)
             registry = self._registries.get(namespace)
-            if registry is None:
+            stop -= stop % self._kv.block_size
+            if registry is None or stop < self._size:
                 continue
-            tokens = Tokens(state.tokens.slice(0, stop - stop % self._kv.block_size))
+            tokens = Tokens(state.tokens.slice(0, stop))
             source = _Source(namespace, tokens)
             for match in registry.observe(tokens, source=source):
                 if match.source in self._sources:
