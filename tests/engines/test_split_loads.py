@@ -250,16 +250,16 @@ class FailsOnce(TokenMemoryBackend):
 @BOTH
 def test_a_failed_step_ends_the_limit(overlap: bool) -> None:
     engine, slow = slow_engine(overlap=overlap)
-    engine.backend.__class__ = FailsOnce
     slow.may_read.set()
-    engine.backend.fails = False  # type: ignore[attr-defined]
+    backend: Any = engine.backend
+    backend.__class__ = FailsOnce
     engine.add(request("other", range(50, 60), 9))
     for _ in range(3):
         engine.step()
     state = begin(engine)
-    while not state.compute_until:
+    while not engine._request_table.limited:
         engine.step()
-    engine.backend.fails = True  # type: ignore[attr-defined]
+    backend.fails = True
     assert finish(engine) == EXPECTED
     assert state.compute_until is None
     engine.close()

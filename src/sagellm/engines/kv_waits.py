@@ -140,7 +140,7 @@ class KVWaits:
         return not others and not self._table.prefilling
 
     def _split(self, state: RequestState, *, start: bool, admits: bool) -> bool:
-        """Load the tail of a request that is admitted now, or note that this would be faster."""
+        """Load the tail of a request that is admitted now; note any other."""
         if not admits:
             self._to_split.append(state)
         elif not start and state in self._to_split:  # the next step is planned with none in flight
@@ -156,7 +156,10 @@ class KVWaits:
         return True
 
     def _take_tail(self, state: RequestState) -> None:
-        """Give a request its tail once it has computed all before it, so that no step in flight has it."""
+        """Give a request its tail once it has computed all before it.
+
+        No step in flight contains it then.
+        """
         stop = state.compute_until
         if stop is None or state.status is not RequestStatus.RUNNING:
             self._drop_tail(state)

@@ -109,7 +109,7 @@ class RequestTable:
         state.compute_until = compute_until
 
     def receive(self, state: RequestState, num_tokens: int) -> None:
-        """KV of the tokens behind the limit has come, or not; the request computes the rest."""
+        """KV of so many tokens behind the limit has come; the limit ends."""
         self.advance(state, num_tokens)
         if not state.num_preemptions:
             state.num_cached += num_tokens

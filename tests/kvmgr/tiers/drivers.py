@@ -7,20 +7,24 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.protocols.eviction import NO_USE
+from sagellm.core.protocols.kv_pool import Allocation
 from sagellm.core.protocols.kv_tiers import (
     BlockBytes,
     BlockStorage,
     Buffer,
     ReadOutcome,
     StoredBlock,
+    Tail,
     TierLookup,
 )
+from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, BlockIds, Namespace, Tokens
 from sagellm.engines.build import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
@@ -226,6 +230,15 @@ class FakeRemote(RemoteStore):
         self._full.check()
 
 
+class Running(NamedTuple):
+    """A request that computes the blocks of `own` behind `hit` while its tail comes."""
+
+    tokens: Tokens
+    namespace: Namespace
+    hit: PrefixHit
+    own: Allocation
+
+
 class User:
     """Computes prompts on the device, as an engine does, with whatever comes up from the tiers."""
 
@@ -256,6 +269,7 @@ class User:
             PrefillCostModel(SIZE, seconds_per_token=1.0), BLOCK_BYTES,
         )  # fmt: skip
         self.num_computed = self.num_reused = 0
+        self.running: dict[str, Running] = {}
 
     def _tier(self, name: Tier, storage: BlockStorage, policy: str) -> KVTier:
         books = self._index(storage.num_slots, policy), FreeListPool(storage.num_slots, SIZE)
@@ -312,6 +326,65 @@ class User:
         self.num_computed += whole - hit.num_blocks
         self.num_reused += hit.num_blocks
         return hit.num_blocks
+
+    def split_loads(self) -> None:
+        """Loading a block takes a little less time than computing it, so that prompts are split.
+
+        What the device can evict is gone.
+        """
+        self._make_room(self.pool.total_blocks)
+        bytes_per_s = BLOCK_BYTES / (0.9 * SIZE)
+        self.hierarchy._bytes_per_s = {tier.tier: bytes_per_s for tier in self.tiers}
+
+    def begin_tail(
+        self, tokens: Tokens, name: str, namespace: Namespace = Namespace(), tail_blocks: int = 4
+    ) -> int | None:
+        """Have the tail of a prompt loaded, and compute what is before it; returns its first block."""
+        for _ in range(3):  # a shared store is asked before
+            found = self.hierarchy.request(name, tokens, namespace, len(tokens), tail_blocks=tail_blocks)
+            if found is TierLookup.HIT:
+                break
+            assert found is not TierLookup.HIT_PENDING or name in self.settle()
+        first = self.hierarchy.load_tail(name, tokens, namespace, len(tokens), NO_ACCOUNT, tail_blocks)
+        if first is None:
+            return None
+        hit = self.index.pin(self.index.lookup(tokens, namespace, first * SIZE))
+        self._make_room(first - hit.num_blocks)
+        own = self.pool.allocate(first - hit.num_blocks, name)
+        if own is None:
+            self.index.unpin(hit)
+            self.hierarchy.cancel(name)
+            return None
+        hashes = hashes_of(bytes(tokens.slice(0)), namespace)
+        for block_id, token_hash in zip(own.block_ids, hashes[hit.num_blocks :], strict=False):
+            self.device.write_blocks([block_id], content(token_hash))
+        self.running[name] = Running(tokens, namespace, hit, own)
+        return first
+
+    def end_tail(self, name: str, *, leaves: bool = False) -> int:
+        """Take the tail, or leave without it; what the request has is cached. Returns how many came."""
+        tokens, namespace, hit, own = self.running.pop(name)
+        num_head, tail = len(own.block_ids), Tail()
+        while not leaves:
+            found = self.hierarchy.take_tail(name)
+            if found is not None:
+                tail = found
+                break
+            self.hierarchy.wait(1.0)
+            self.hierarchy.poll()
+        if tail.arrival is not None:
+            self.arrivals.hand_over(tail.arrival, tail.num_blocks, own)
+        self.hierarchy.cancel(name)
+        ids = self.index.block_ids(hit) + own.block_ids
+        self.check_content(ids, hashes_of(bytes(tokens.slice(0)), namespace))
+        found_there = self.index.insert(tokens, ids, namespace, pin=True)
+        num_known = max(0, found_there.num_existing - hit.num_blocks)
+        self.pool.hand_over(own, num_known, len(own.block_ids), INDEX)
+        self.pool.free(own)
+        self.index.unpin(hit)
+        self.hierarchy.offer(found_there.hit)
+        self.index.unpin(found_there.hit)
+        return len(ids) - hit.num_blocks - num_head
 
     def end(self, tokens: Tokens, namespace: Namespace = Namespace()) -> None:
         """A request with these tokens ends."""

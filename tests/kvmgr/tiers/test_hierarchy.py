@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.blocks import Tier
-from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_tiers import ReadOutcome, Tail, TierLookup
+from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
@@ -172,6 +173,58 @@ def test_loads_of_a_running_step_start_behind_it(user: User) -> None:
     user.hierarchy.close()
 
 
+def test_a_tail_is_taken_over_behind_the_head(user: User) -> None:
+    """It is asked for first, loaded while the head is computed, and belongs to no prefix until then."""
+    tokens = prompt(1, 4)
+    user.serve(tokens, "a")
+    user.settle()
+    user.split_loads()
+    hierarchy, path = user.hierarchy, (tokens, Namespace(), len(tokens))
+    assert hierarchy.request("b", *path, tail_blocks=4) is TierLookup.HIT
+    assert hierarchy.is_idle, "nothing has begun"
+    assert hierarchy.take_tail("b") == Tail()
+    assert user.begin_tail(tokens, "b") == 2
+    assert hierarchy.request("b", *path, tail_blocks=4) is TierLookup.HIT_PENDING
+    assert hierarchy.load_tail("b", *path, NO_ACCOUNT, 4) is None
+    assert user.index.lookup(tokens).num_blocks == 0
+    assert user.end_tail("b") == 2
+    assert user.index.lookup(tokens).num_blocks == 4
+    user.settle()
+    user.check()
+    hierarchy.close()
+
+
+@pytest.mark.parametrize("how", ["cancel", "cancel when it has come", "give_way", "clear", "close"])
+def test_a_tail_that_is_given_up_leaves_no_block(user: User, how: str) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "a")
+    user.settle()
+    user.split_loads()
+    assert user.hierarchy.load_tail("b", tokens, Namespace(), len(tokens), NO_ACCOUNT, 4) == 2
+    assert user.arrivals.num_blocks == 2
+    if "come" in how:
+        user.settle()
+        assert user.arrivals.num_blocks == 2
+    if how.startswith("cancel"):
+        user.hierarchy.cancel("b")
+        user.settle()
+    else:
+        getattr(user.hierarchy, how)()
+    assert user.arrivals.num_blocks == 0
+    assert user.hierarchy.take_tail("b") == Tail()
+    user.check()
+    user.hierarchy.close()
+
+
+def test_blocks_without_their_prefix_are_not_published(user: User) -> None:
+    arrival = user.arrivals.begin_receive(prompt(1, 4), Namespace(), 4, first=2)
+    assert arrival is not None
+    assert (arrival.first, len(arrival.block_ids)) == (2, 2)
+    user.check()
+    with pytest.raises(BookkeepingError, match="from block 2 on, 0 are cached"):
+        user.arrivals.publish(arrival, 1)
+
+
 def test_a_restart_finds_what_was_stored() -> None:
     storage = FaultyStorage(64)
     first = User(8, [(Tier.NVME, storage)])
@@ -290,6 +343,15 @@ def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
     second.hierarchy.close()
 
 
+def _split(user: User, rng: random.Random, tokens: Tokens, name: str, space: Namespace) -> None:
+    """Begin or end a load of the last blocks of a prompt."""
+    if rng.random() < 0.5:
+        user.split_loads()
+        user.begin_tail(tokens, name, space, rng.randrange(1, 6))
+    for running in list(user.running)[: rng.randrange(2)]:
+        user.end_tail(running, leaves=rng.random() < 0.3)
+
+
 @given(
     seed=st.integers(0, 1 << 30),
     fault_rate=st.sampled_from([0.0, 0.05, 0.3]),
@@ -317,8 +379,10 @@ def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str
             user.hierarchy.clear()
         elif kind < 0.3:
             user.preempt(tokens, f"preempted {slot}", space)
-        elif kind < 0.4:
+        elif kind < 0.35:
             user.hierarchy.let_go(f"preempted {slot}")
+        elif kind < 0.55:
+            _split(user, rng, tokens, f"split {number}", space)
         else:
             user.serve(tokens, f"r{number}", space)
             if rng.random() < 0.7:
@@ -328,8 +392,11 @@ def test_no_wrong_block_is_ever_served(seed: int, fault_rate: float, policy: str
         if rng.random() < 0.5:
             user.settle()
             user.check()
+    for name in list(user.running):
+        user.end_tail(name)
     user.settle()
     user.check()
+    assert user.arrivals.num_blocks == 0
     user.hierarchy.close()
 
 

@@ -293,6 +293,42 @@ def test_tenants_do_not_share(server: FakeServer) -> None:
     second.hierarchy.close()
 
 
+def test_a_tail_comes_from_the_server(server: FakeServer) -> None:
+    first, second = user_of(server), user_of(server, num_host=64)
+    save(first, prompt(1, 6), "a")
+    second.split_loads()
+    assert second.begin_tail(prompt(1, 6), "b") == 3
+    assert second.end_tail("b") == 3
+    second.settle()
+    assert [tier.num_loaded for tier in second.tiers] == [0, 3]
+    assert len(second.tiers[0].index.all_block_ids()) == 6, "the host tier has it now, too"
+    second.check()
+    first.hierarchy.close()
+    second.hierarchy.close()
+
+
+def test_a_tail_that_takes_too_long_ends_with_what_came(server: FakeServer) -> None:
+    """The thread hangs in the network; nothing waits for it, and it writes no block any more."""
+    first, second = user_of(server), user_of(server)
+    save(first, prompt(1, 6), "a")
+    second.split_loads()
+    second.hierarchy.request("b", prompt(1, 6), SPACE, 12, tail_blocks=6)
+    second.settle()
+    server.gate.clear()
+    assert second.begin_tail(prompt(1, 6), "b", tail_blocks=6) == 3
+    second.hierarchy.poll()
+    assert second.hierarchy.take_tail("b") is None
+    second.clock.advance(20.0)  # longer than computing takes
+    second.hierarchy.poll()
+    assert second.end_tail("b") == 0
+    server.gate.set()
+    second.settle()
+    second.check()
+    assert second.arrivals.num_blocks == 0
+    first.hierarchy.close()
+    second.hierarchy.close()
+
+
 class Instances(RuleBasedStateMachine):
     """Two instances over one server that fails, loses, damages and refuses blocks. No byte is ever wrong."""
 
@@ -323,6 +359,23 @@ class Instances(RuleBasedStateMachine):
             hierarchy.request(name, tokens, space, len(tokens), start=start)
         else:
             hierarchy.cancel(name)
+
+    @rule(user=st.integers(0, 1), session=st.integers(0, 4), tail_blocks=st.integers(1, 6))
+    def begin_tail(self, user: int, session: int, tail_blocks: int) -> None:
+        """Of a prompt that an instance has computed, this one or the other."""
+        if len(self.sessions[session]) < 5 * SIZE:
+            self.sessions[session] = prompt(100 + self.num_requests, 5)
+        tokens, space = self.sessions[session], Namespace(tenant=str(session % 2))
+        self.users[session % 2].serve(tokens, self._name(), space)
+        self.users[session % 2].settle()
+        self.users[session % 2].remote.flush(10.0)
+        self.users[user].split_loads()
+        self.users[user].begin_tail(tokens, self._name(), space, tail_blocks)
+
+    @rule(user=st.integers(0, 1), leaves=st.booleans())
+    def end_tail(self, user: int, leaves: bool) -> None:
+        for name in list(self.users[user].running)[:1]:
+            self.users[user].end_tail(name, leaves=leaves)
 
     @rule(
         user=st.integers(0, 1), what=st.sampled_from(["poll", "give_way", "clear", "settle", "start_loads"])
@@ -359,8 +412,11 @@ class Instances(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for user in self.users:
+            for name in list(user.running):
+                user.end_tail(name)
             user.settle()
             user.check()
+            assert user.arrivals.num_blocks == 0
             user.hierarchy.close()
 
     def _name(self) -> str:

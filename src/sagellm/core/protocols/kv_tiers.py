@@ -5,6 +5,7 @@ A tier (host memory, a disk) is a prefix index and a pool of slots, owned by the
 
     tiers.offer(hit)                     saves a path; returns at once
     tiers.request(request_id, ...)       loads what the device lacks of a prompt; returns at once
+    tiers.load_tail(request_id, ...)     loads its last blocks, while the request computes those before them
     for request_id in tiers.poll(): ...  requests that need not wait any more; never blocks
 
 A stored block describes itself by a `BlockHeader`. What does not verify when it is read is a miss, counted by
@@ -302,9 +303,9 @@ class TierState(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The last blocks of a prompt, once their load has ended; the first `num_blocks` of `arrival` are filled.
+    """The last blocks of a prompt, once their load has ended.
 
-    `arrival` is None if nothing came.
+    The first `num_blocks` blocks of `arrival` are filled; it is None if nothing came.
     """
 
     arrival: Arrival | None = None
@@ -388,7 +389,7 @@ class KVTiers(Protocol):
         account: Account,
         tail_blocks: int,
     ) -> int | None:
-        """Load the last blocks of a prompt for a request that computes those before them.
+        """Load the last blocks of a prompt while its request computes those before.
 
         Returns the first block that is loaded, for `RequestState.compute_until`; None, and no change, where
         that is not worth it now. At most `tail_blocks` blocks. No step may be in flight.

@@ -14,7 +14,7 @@ Every block has one owner at a time. The owners, in the order in which a block c
     pinned by a hit      from the bind that admits a request until its release (or rollback)
     pinned by a client   from pin_prefix until unpin_prefix
     shared last block    stays its request's own; requests of its group copy it while that request runs
-    on its way here      from begin_receive until publish or abort (kv_pool/tiers/arrivals.py)
+    on its way here      from begin_receive until publish, hand_over or abort (kv_pool/tiers/arrivals.py)
     on its way down      pinned from the commit or release that offers a path until its tiers have it
 
 A block is free, cached (in the index, unpinned) or active. The prefix index counts its pins

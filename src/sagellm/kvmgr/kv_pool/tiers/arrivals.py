@@ -1,8 +1,8 @@
 """`PrefixArrivals`: blocks that are filled from elsewhere, then enter an index.
 
 The device has one for blocks from lower tiers or other instances; each lower tier has one for blocks that are
-saved there. From `begin_receive` until `publish` or `abort` the blocks belong to the arrival, and the cached
-prefix in front of them is pinned.
+saved there. From `begin_receive` until `publish`, `hand_over` or `abort` the blocks belong to the arrival,
+and the cached prefix in front of them is pinned.
 """
 
 from __future__ import annotations

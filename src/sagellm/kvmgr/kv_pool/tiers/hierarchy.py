@@ -363,7 +363,7 @@ class HierarchyManager:
         cached: int,
         tail_blocks: int,
     ) -> tuple[PrefixHit, KVTier | None]:
-        """The longest prefix that is worth loading, also in part, of the nearest tier with it."""
+        """The longest prefix that is worth loading, or its tail, of the nearest tier."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
             if isinstance(tier, RemoteTier) and request_id not in tier.answered:
@@ -379,7 +379,7 @@ class HierarchyManager:
     def _first_of_tail(
         self, tier: KVTier, first: int, stop: int, tail_blocks: int, latency_s: float = LATENCY_S
     ) -> int | None:
-        """Where to split blocks [first, stop), behind the loads from this tier that are under way."""
+        """Where to split blocks [first, stop), behind the loads of this tier."""
         if not tail_blocks:
             return None
         loads = [*self._loads.values(), *(load for _, load in self._unstarted)]
@@ -527,12 +527,12 @@ class HierarchyManager:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.start_loads()
         self._drop_offers()
-        for request_id in list(self._tails):
-            self._drop_tail(request_id)
         if self._remote is not None:
             self._remote.close()
         self._migrator.close()
         self.poll()
+        for request_id in list(self._tails):
+            self._drop_tail(request_id)
         for tier in self.tiers:
             tier.storage.close()
 

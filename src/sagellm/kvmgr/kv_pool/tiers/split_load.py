@@ -1,4 +1,4 @@
-"""Where to split KV that is computed from the head and loaded from the tail, at the same time.
+"""Where to split a prompt whose head is computed while its tail is loaded.
 
 The idea is Cake's (Jin et al. 2024, arXiv 2410.03065). There both sides meet wherever they are when they
 meet. Here the place is chosen before, from the measured speeds, so that a load stays one sequential read.
@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 FEWEST_SAVED_SHARE = 0.1
-FEWEST_SAVED_S = 0.005
-"""A split must save this share of the time without it, and as many seconds. It costs steps, and keeps the
-device busy that could compute other prompts meanwhile."""
+FEWEST_SAVED_S = 0.02
+"""A split must save this share of the time, and so many seconds. It costs steps, and the device computes
+while it could rest."""
 
 
 def first_of_tail(
@@ -22,11 +22,12 @@ def first_of_tail(
     compute_s: Callable[[int], float],
     load_s: Callable[[int], float],
 ) -> int | None:
-    """The block from which on blocks [first, stop) are loaded, while those before it are computed.
+    """The block of [first, stop) from which on they are loaded.
 
-    `compute_s(end)`: seconds to compute blocks [first, end). `load_s(count)`: seconds to load `count` blocks;
-    both grow with their argument. At most `most` blocks are loaded, at least one is computed. None where the
-    later of both ends is not clearly before that of loading all, or of computing all.
+    Those before it are computed meanwhile. `compute_s(end)`: seconds to compute blocks [first, end).
+    `load_s(count)`: seconds to load `count` blocks. Both grow with their argument. At most `most` blocks are
+    loaded, at least one is computed. None where the later of both ends is not clearly before that of loading
+    all, or of computing all.
     """
     lowest = max(first + 1, stop - most)
     meets = lowest + bisect_left(range(lowest, stop), True, key=lambda at: compute_s(at) >= load_s(stop - at))
