@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import UnsupportedModelError
-from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel
+from sagellm.engines.native.model import Attention, DecoderModel
 from sagellm.engines.native.rope import RopeSpec, apply_rope, inverse_frequencies
+from sagellm.engines.native.token_copies import plain_attention
 
 Choose = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """Layer, token numbers [n] and the deviation of their KV [n] -> which of them to compute, [n] booleans."""
@@ -47,7 +48,7 @@ class BlendModel:
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        self._layers = [(layer, _plain(layer)) for layer in model._layers]
+        self._layers = [(layer, plain_attention(layer)) for layer in model._layers]
         ropes = {own.rope for _, own in self._layers}
         self._rope: RopeSpec = model._ropes[next(iter(ropes))]._spec
         if len(ropes) > 1 or self._rope.variant == "dynamic":
@@ -174,20 +175,3 @@ def _deviation(new: LayerKV, old: LayerKV) -> torch.Tensor:
 def _longer(part: torch.Tensor, length: int) -> torch.Tensor:
     """A copy with room for `length` tokens."""
     return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
-
-
-def _plain(layer: DecoderLayer) -> Attention:
-    own = layer.mixer
-    if (
-        not isinstance(own, Attention)
-        or own.latent is not None
-        or own.rope < 0
-        or own.scores is not None
-        or own.gate_size
-        or not own.has_kv
-        or own.kind[1] is not None
-        or layer.input is not None
-        or layer.scale is not None
-    ):
-        raise UnsupportedModelError("KV is blended where each layer has plain attention with RoPE")
-    return own

@@ -24,6 +24,7 @@ from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
+from tests.approximate_memory import ApproximateMemory
 
 
 def fake_engine(
@@ -36,11 +37,13 @@ def fake_engine(
     speculation: Speculation | None = None,
     overlap: bool = False,
     host_blocks: int = 0,
+    recompute_tokens: int = 0,
     **kv_options: Any,
 ) -> Engine:
     """An engine over `TokenMemoryBackend`, with the default modules.
 
-    `host_blocks`: those of a host tier, from which loading is always worth it.
+    `host_blocks`: those of a host tier, from which loading is always worth it. With `recompute_tokens` it
+    allows approximate reuse.
     """
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
@@ -60,16 +63,21 @@ def fake_engine(
     )
     load_always(kv)
     scheduler = PassPipeline(passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()])
-    return Engine(
+    engine = Engine(
         backend,
         kv,
         scheduler,
         max_batched_tokens=max_batched_tokens,
         overlap=overlap,
         speculation=speculation,
+        token_copies=backend if recompute_tokens and isinstance(backend, ApproximateMemory) else None,
+        recompute_tokens=recompute_tokens,
         clock=clock,
         events=events,
     )
+    if isinstance(backend, ApproximateMemory):
+        backend.engine = engine
+    return engine
 
 
 def tiers_below(
@@ -106,7 +114,7 @@ def split_loads(kv: KVCacheManager) -> None:
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
     names = {"priority", "namespace", "arrival_s", "group", "eos_token_ids", "service_class", "retention"}
-    names |= {"slo", "reports_hit"}
+    names |= {"slo", "reports_hit", "approximate_reuse"}
     own = {name: options.pop(name) for name in names & options.keys()}
     return Request(request_id, Tokens(tokens), SamplingParams(max_tokens=max_tokens, **options), **own)
 

@@ -1,12 +1,13 @@
 """Random workloads through whole engines: every policy, strategy, index and pool, with overlap, tiers,
-quotas, pins, forks, aborts, random preemption, hints, retention and proposed tokens.
+quotas, pins, forks, aborts, random preemption, hints, retention, proposed tokens and approximate reuse.
 
     python -m tests.engine_fuzz --seconds 600 --seed 1
 
 What holds in every case, after every step: the tokens and their log-probabilities are those of the slow
 twin (`expected_tokens`), whatever is proposed; the books balance, every request ends, and no request is ended
 for memory that fits alone: beside what is pinned, below its ceilings, and without the blocks that are
-guaranteed to others.
+guaranteed to others. A request that reuses approximately may answer otherwise; its KV is marked, and nothing
+exact may see a mark (`ApproximateMemory`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
+from tests.approximate_memory import ApproximateMemory, check_index
 from tests.builders import (
     PreemptAtRandom,
     RandomProposer,
@@ -96,6 +98,7 @@ class Case:
     host_blocks: int = 0
     disk_blocks: int = 0
     has_remote: bool = False
+    recompute_tokens: int = 0
     splits_loads: bool = False
 
     @classmethod
@@ -126,7 +129,7 @@ class Case:
         if draw.random() < 0.5:
             case = replace(case, num_proposed=draw.choice([1, 3, 9]))
         if window is not None or draw.random() < 0.6:
-            return case if window is not None else case._with_tiers()
+            return case if window is not None else case._with_tiers()._with_copies()
         no_shares: dict[str, dict[str, float]] = {}
         case = replace(case, tenant_shares=no_shares, class_shares=no_shares)
         if draw.random() < 0.4:
@@ -150,9 +153,15 @@ class Case:
             return case
         return replace(case, host_blocks=draw.choice([0, case.host_blocks]), has_remote=True)
 
+    def _with_copies(self) -> Case:
+        """With approximate reuse, in a third of the cases. Drawn apart, too."""
+        draw = random.Random(self.seed + 11)
+        return replace(self, recompute_tokens=draw.choice([0, 0, 0, 0, 1, 4]))
+
     def engine(self, clock: Clock, remote_url: str | None = None) -> Engine:
         num_pages = self.num_blocks * len(self.windows)
-        backend = TokenMemoryBackend(
+        backend_type = ApproximateMemory if self.recompute_tokens else TokenMemoryBackend
+        backend = backend_type(
             num_pages,
             self.block_size,
             self.num_rows,
@@ -198,15 +207,20 @@ class Case:
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]
-        return Engine(
+        engine = Engine(
             backend,
             kv,
             PassPipeline(passes),
             max_batched_tokens=self.max_batched_tokens,
             overlap=self.overlap,
             speculation=self._speculation(backend),
+            token_copies=backend if isinstance(backend, ApproximateMemory) else None,
+            recompute_tokens=self.recompute_tokens,
             clock=clock,
         )
+        if isinstance(backend, ApproximateMemory):
+            backend.engine = engine
+        return engine
 
     def _speculation(self, backend: TokenMemoryBackend) -> Speculation | None:
         if not self.num_proposed:
@@ -249,6 +263,7 @@ class Run:
         self.longest = min(96, case.num_blocks * case.block_size)
         self._tokens: dict[str, list[int]] = {}
         self._logprobs: dict[str, list[float]] = {}
+        self._copied: dict[str, int] = {}
         self._pins: list[PrefixHit] = []
         self._most_pinned = 0
 
@@ -297,8 +312,11 @@ class Run:
             self._logprobs[output.request_id].extend(entry.logprob for entry in output.logprobs)
             assert output.num_output_tokens == len(self._tokens[output.request_id])
             if output.finish_reason is not None:
+                self._copied[output.request_id] = output.num_approximate_tokens
                 self._ended(self.requests[output.request_id], output.finish_reason, output.error)
         check_books(self.engine)
+        if self.case.recompute_tokens:
+            check_index(self.engine)
 
     def finish(self) -> None:
         """Step until every request has ended, and have all blocks free or cached."""
@@ -345,6 +363,9 @@ class Run:
         assert one.params.max_tokens is not None
         expected = expected_tokens(backend, one.tokens, one.params.max_tokens)
         drawn = self._tokens[one.request_id]
+        if self._copied[one.request_id]:
+            self.seen["approximate"] += 1
+            expected = drawn + expected[len(drawn) :]
         assert drawn == expected[: len(drawn)], f"{one.request_id}: {drawn}, not {expected}"
         if one.params.logprobs is not None:
             assert self._logprobs[one.request_id] == [-float(len(one.tokens) + i) for i in range(len(drawn))]
@@ -375,8 +396,11 @@ def play(case: Case, num_requests: int = 12) -> Counter[str]:
 
 def _request(draw: random.Random, run: Run, name: str) -> Request:
     text = draw.choice([*TEXTS, [draw.randrange(96) for _ in range(96)]])
+    approximate = bool(run.case.recompute_tokens) and draw.random() < 0.5
+    if run.case.recompute_tokens:
+        text = [*text[draw.choice([0, 9, 30]) :][: draw.randrange(4)], *text[draw.choice([0, 1, 3, 8]) :]]
     return request(
-        name,
+        f"~{name}" if approximate else name,
         text[: draw.randrange(1, max(2, run.longest // 2))],
         draw.randrange(1, max(2, run.longest // 2)),
         logprobs=draw.choice([None, 0]),
@@ -386,6 +410,7 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
         arrival_s=run.clock.now(),
         slo=draw.choice([SLO(), SLO(ttft_s=1.0, tpot_s=0.1)]),
         retention=draw.choice([(), (), (Retention(0, draw.randrange(1, 40), 80, 5.0),)]),
+        approximate_reuse=approximate,
     )
 
 

@@ -84,6 +84,24 @@ def test_a_run_that_has_moved_is_found_but_for_its_ends(data: st.DataObject) -> 
         assert match.start - len(after) == match.source_start - len(before)
 
 
+@given(prompts, st.integers(1, 5), st.data())
+def test_what_is_forgotten_is_found_no_more(texts: list[list[int]], size: int, data: st.DataObject) -> None:
+    registry = SliceRegistry(size)
+    for number, text in enumerate(texts):
+        registry.observe(Tokens(text), source=number)
+    for text in texts:
+        for match in registry.find(Tokens(text)):
+            source = texts[match.source] if isinstance(match.source, int) else []
+            own = text[match.start : match.start + size]
+            assert own == source[match.source_start : match.source_start + size]
+        at = data.draw(st.integers(0, 30))
+        registry.forget(Tokens(text), at)
+        registry.check()
+        forgotten = text[at : at + size]
+        for match in registry.find(Tokens(text)):
+            assert len(forgotten) < size or text[match.start : match.start + size] != forgotten
+
+
 def test_a_hash_that_two_slices_share_gives_no_wrong_match(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_equal(tokens: Tokens, size: int) -> np.ndarray:
         return np.zeros(max(0, len(tokens) - size + 1), dtype=np.uint64)

@@ -141,6 +141,13 @@ class KVConfig(Section):
     index_as_computed: bool = key(
         False, "cache a prompt's blocks chunk by chunk, not once all of it is computed"
     )
+    approximate_reuse: bool = key(
+        False, "requests may ask for KV of equal text at other positions; it changes their answers"
+    )
+    approximate_recompute_tokens: int = key(
+        16, "first tokens of each text reused so that are computed again; texts of twice as many are found",
+        ge=1, le=4096,
+    )  # fmt: skip
     checkpoint_interval: Positive = key(
         256, "tokens between checkpoints of a recurrent state in decode; for models that have such states"
     )

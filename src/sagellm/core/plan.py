@@ -47,7 +47,8 @@ class RequestState:
     the last: there, appending a token is what moves the count.
 
     `compute_until`: the request computes its prompt only up to this token, since KV of tokens from there on
-    comes from elsewhere; None: all of it.
+    comes from elsewhere; None: all of it. `num_approximate`: tokens whose KV was copied from another position
+    (`engines/approximate.py`), the most of any admission.
 
     `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
@@ -65,6 +66,7 @@ class RequestState:
     decoding: bool = False
     compute_until: int | None = None
     num_cached: int = 0
+    num_approximate: int = 0
     num_preemptions: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -24,6 +24,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
+APPROXIMATE_REUSE = "approximate_reuse"
+"""The feature of an engine that copies KV to other positions, for requests that ask for it."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_RETENTIONS = 64
@@ -363,6 +365,7 @@ class Request:
     address, end user, call; the scheduler shares rows between siblings of that path. Empty: tenant, `group`.
     `reports_hit`: the blocks that it reuses are published as KV events, which do not show hits otherwise.
     `reports_eviction`: its first output tells what was evicted of its prompt, if misses are attributed.
+    `approximate_reuse`: KV of equal tokens at other positions may be copied for it, which changes its answer.
     """
 
     request_id: str
@@ -382,6 +385,7 @@ class Request:
     client: tuple[str, ...] = ()
     reports_hit: bool = False
     reports_eviction: bool = False
+    approximate_reuse: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.tokens):
@@ -414,7 +418,7 @@ class RequestOutput(NamedTuple):
     The first output of a request and its last one also carry `queued_s`, the seconds from its arrival to the
     step that first scheduled it (None: it never was), `misses`, why blocks of its prompt had to be computed
     (None: misses are not attributed), and `evicted`, the part of its prompt that was evicted, if it asked
-    for that.
+    for that. So do they `num_approximate_tokens`, the tokens whose KV was copied from another position.
     """
 
     request_id: str
@@ -429,6 +433,7 @@ class RequestOutput(NamedTuple):
     queued_s: float | None = None
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
+    num_approximate_tokens: int = 0
 
 
 class AttentionChunk(NamedTuple):

@@ -22,10 +22,10 @@ from sagellm.core.config_layers import (
     preset_layer,
     resolve,
 )
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, UnsupportedModelError
 from sagellm.core.events import EventBus, TierEvents
 from sagellm.core.garbage import nothing_collected
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress, TokenCopies
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, BlockStorage, KVTiers
@@ -498,9 +498,30 @@ def build_engine(
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
         speculation=build_speculation(config.speculative, capability),
+        token_copies=build_token_copies(config.kv, backend),
+        recompute_tokens=config.kv.approximate_recompute_tokens,
         clock=clock,
         events=events,
     )
+
+
+def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopies | None:
+    """What copies KV to other positions; None without `kv.approximate_reuse`.
+
+    Raises `ConfigError` for a backend or model whose KV cannot be moved.
+    """
+    if not config.approximate_reuse:
+        return None
+    source: Callable[[], TokenCopies] | None = getattr(backend, "token_copier", None)
+    needs = "kv.approximate_reuse needs a model whose layers all have plain attention with RoPE"
+    try:
+        if source is None or not config.prefix_caching:
+            raise UnsupportedModelError(
+                "this backend moves no KV" if source is None else "kv.prefix_caching is off"
+            )
+        return source()
+    except UnsupportedModelError as error:
+        raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error
 
 
 def build_speculation(config: SpeculativeConfig, capability: CapabilityDescriptor) -> Speculation | None:

@@ -216,6 +216,7 @@ def output_of(
         None if scheduled_s is None else scheduled_s - state.request.arrival_s,
         state.misses,
         state.evicted,
+        state.num_approximate,
     )
 
 

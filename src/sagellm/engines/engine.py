@@ -36,10 +36,12 @@ from sagellm.core.protocols.engine import (
     InferenceBackend,
     PinnedPrefix,
     PromptExplanation,
+    TokenCopies,
 )
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
 from sagellm.core.types import (
+    APPROXIMATE_REUSE,
     CapabilityDescriptor,
     FinishReason,
     Namespace,
@@ -49,6 +51,7 @@ from sagellm.core.types import (
     SamplingParams,
     Tokens,
 )
+from sagellm.engines.approximate import ApproximateReuse
 from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
@@ -88,7 +91,8 @@ class EngineView:
 
 class Engine:
     """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it. With
-    `overlap` the backend runs in a thread of its own; the tokens are the same."""
+    `overlap` the backend runs in a thread of its own; the tokens are the same. With `token_copies` requests
+    may ask for approximate reuse, of which `recompute_tokens` are computed again in each run."""
 
     def __init__(
         self,
@@ -99,6 +103,8 @@ class Engine:
         max_batched_tokens: int = 2048,
         overlap: bool = False,
         speculation: Speculation | None = None,
+        token_copies: TokenCopies | None = None,
+        recompute_tokens: int = 16,
         clock: Clock | None = None,
         events: EventBus | None = None,
     ) -> None:
@@ -123,6 +129,10 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self._approximate = None
+        if token_copies is not None:
+            self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
+            self._capability = replace(capability, features=capability.features | {APPROXIMATE_REUSE})
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
             table,
@@ -131,6 +141,7 @@ class Engine:
             self._recovery,
             speculation,
             self._kv_waits,
+            self._approximate,
             clock=self.clock,
             events=self.events,
         )
@@ -226,6 +237,7 @@ class Engine:
             checkpoints={} if kv.checkpoints is None else kv.checkpoints.counts(),
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
+            num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
         )
 
     def capability(self) -> CapabilityDescriptor:
@@ -287,6 +299,8 @@ class Engine:
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
+        if self._approximate is not None:
+            self._approximate.check()
         ahead, size = self._num_given_ahead(), self.kv.block_size
         self._request_table.check(lambda name: self.kv.num_slots(name) - ahead.get(name, 0) * size)
 
@@ -311,6 +325,9 @@ class Engine:
             has_step = self._move_kv(self._kv_waits)
         if not has_step:
             return self._take_outputs()
+        if self._approximate is not None and self._approximate.is_ready:
+            self._drain()
+            self._approximate.advance()
         current = self._in_flight or self._begin_step()
         following = None
         if self._in_flight is not None and not self._recovery.isolates:
@@ -447,6 +464,8 @@ class Engine:
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
                 self._request_table.cancel_admission(chunk.state)
+                if self._approximate is not None:
+                    self._approximate.forget(chunk.state)
         if self.backend.get_kv_schema().state_bytes:  # the failed step has spoilt the states of its rows
             for state in list(binding.draft.scheduled()):
                 if state.status is RequestStatus.RUNNING:
@@ -464,6 +483,8 @@ class Engine:
         )
         for finish in ended:
             self._finish(finish)
+        if self._approximate is not None:
+            self._approximate.observe(current.binding.draft.chunks.values())
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -477,6 +498,8 @@ class Engine:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
         self.kv.release(state, ended=False)
         self._request_table.preempt(state)
+        if self._approximate is not None:
+            self._approximate.forget(state)
         if self._kv_waits is not None:
             self._kv_waits.add(state)
         self._num_preemptions += 1
@@ -493,6 +516,8 @@ class Engine:
         self.kv.forget(state)
         if self._kv_waits is not None:
             self._kv_waits.forget(state)
+        if self._approximate is not None:
+            self._approximate.forget(state)
         if self.speculation is not None:
             self.speculation.forget(state)
         self._request_table.finish(state, reason)

@@ -131,6 +131,9 @@ class KVWaits:
 
     # -- tails
 
+    def loads_tail_of(self, state: RequestState) -> bool:
+        return state.request_id in self._tails
+
     def _is_alone(self, state: RequestState) -> bool:
         """Whether no other prompt could be computed while the KV of this one comes."""
         others = len(self._table.waiting) - self._table.num_for_kv - (state.status is RequestStatus.WAITING)

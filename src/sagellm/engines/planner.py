@@ -10,6 +10,7 @@ from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.engines.approximate import ApproximateReuse
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
@@ -41,6 +42,7 @@ class Planner:
         recovery: Recovery,
         speculation: Speculation | None = None,
         kv_waits: KVWaits | None = None,
+        approximate: ApproximateReuse | None = None,
         *,
         clock: Clock,
         events: EventBus,
@@ -51,6 +53,7 @@ class Planner:
         self._recovery = recovery
         self._speculation = speculation
         self._kv_waits = kv_waits
+        self._approximate = approximate
         self._clock = clock
         self._events = events
         self._bindable_early: Binding | None = None
@@ -90,6 +93,16 @@ class Planner:
                 draft.hold(state)
                 draft.record("load", state, "hold", "KV of its next tokens is on its way")
 
+    def _plan_approximate(self, draft: Draft) -> None:
+        """Look for approximate reuse of admitted requests, if no tier loads their tail."""
+        if self._approximate is None:
+            return
+        for chunk in draft.admitted():
+            if self._kv_waits is not None and self._kv_waits.loads_tail_of(chunk.state):
+                self._approximate.forget(chunk.state)
+            else:
+                self._approximate.plan(chunk)
+
     def decide(self, step: int, view: SchedulingView) -> Binding:
         """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
         `PlanError` for decisions that break the rules; then nothing is bound."""
@@ -99,6 +112,7 @@ class Planner:
             if self._kv_waits is None or not self._kv_waits.hold_back(binding, start=True):
                 break
             self.discard(binding)
+        self._plan_approximate(binding.draft)
         self._table.set_order(binding.draft.running)
         self._recovery.isolate(binding.draft)
         return binding
@@ -107,9 +121,9 @@ class Planner:
         """Bind what the passes have decided so far; see `SchedulingView.bind_early`.
 
         Not with tiers: they are asked for what a draft admits before any of it is bound. Nor where a request
-        has a limit, to which its chunk is cut behind the passes.
+        has a limit, to which its chunk is cut behind the passes, or may get one.
         """
-        may_bind = self._kv_waits is None and not self._table.limited
+        may_bind = self._kv_waits is None and self._approximate is None and not self._table.limited
         binding = self._bindable_early if may_bind else None
         if binding is None or binding.draft is not draft or draft.preempted:
             return False
@@ -165,6 +179,8 @@ class Planner:
                 state, is_first = chunk.state, chunk.state.scheduled_s is None
                 table.admit(state, chunk.start, draft.step.now_s)
                 self._kv.admitted(chunk, again=not is_first)
+                if self._approximate is not None:
+                    self._approximate.admitted(chunk)
                 if is_first:
                     self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.step.now_s))
         except SageError:
@@ -198,6 +214,7 @@ class Planner:
                 self._run_passes(binding, view, may_bind_early=True)
                 if self._kv_waits is not None and self._kv_waits.hold_back(binding, start=False):
                     raise CapacityError("KV comes from tiers")
+                self._plan_approximate(draft)
                 self._put_off_stale(binding)
                 if draft.preempted or draft.rejected or not draft.num_scheduled:
                     raise CapacityError("requests would have to leave")

@@ -97,8 +97,8 @@ class RequestTable:
     def limit(self, state: RequestState, compute_until: int | None) -> None:
         """Let a request compute its prompt up to this token; None: all of it.
 
-        Called by what brings the KV behind it (`KVWaits`). `receive`, and leaving the row or the table, end
-        the limit too.
+        Called by what brings the KV behind it (`KVWaits`, `ApproximateReuse`). `receive`, and leaving the row
+        or the table, end the limit too.
         """
         if compute_until is None:
             self.limited.pop(state.request_id, None)

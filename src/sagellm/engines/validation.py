@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
-from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, Request
+from sagellm.core.types import APPROXIMATE_REUSE, PROMPT_LOGPROBS, CapabilityDescriptor, Request
 
 
 def check_request(
@@ -33,6 +33,12 @@ def check_request(
     if params.prompt_logprobs is not None and PROMPT_LOGPROBS not in capability.features:
         raise UnsupportedParameterError(
             f"prompt_logprobs: the backend on {capability.device} does not compute them", "prompt_logprobs"
+        )
+    if request.approximate_reuse and APPROXIMATE_REUSE not in capability.features:
+        raise UnsupportedParameterError(
+            "approximate_reuse: this server computes every prompt exactly. Set kv.approximate_reuse: true on "
+            "the server, or leave the field out",
+            APPROXIMATE_REUSE,
         )
     _check_ids("logit_bias: ", params.logit_bias, vocab_size, "logit_bias")
     _check_ids("stop_token_ids: ", params.stop_token_ids, vocab_size, "stop_token_ids")

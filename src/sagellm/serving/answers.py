@@ -28,11 +28,12 @@ class CachedTokens(Body):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "description": "Of the prompt, those whose KV was reused; for `return_cache_misses`, "
-            "why blocks had to be computed."
+            "description": "Of the prompt, those whose KV was reused; for `approximate_reuse`, others whose "
+            "KV was copied from another position; for `return_cache_misses`, why blocks had to be computed."
         }
     )
     cached_tokens: int
+    approximate_tokens: int | None = None
     cache_miss_blocks: dict[str, int] | None = None
 
 
@@ -352,6 +353,8 @@ class Reply(ABC):
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
         details: Json = {"cached_tokens": usage.cached_tokens}
+        if usage.approximate_tokens:
+            details["approximate_tokens"] = usage.approximate_tokens
         misses = usage.misses
         if self.head.with_misses and misses is not None:  # a tenant must not hear what another one has cached
             own = misses._replace(cold=misses.cold + misses.namespace, namespace=0)

@@ -153,6 +153,8 @@ class ServerMetrics(Collector):
             changes = {name: found.checkpoints[name] for name in ("made", "evicted")}
             text = "Checkpoints of recurrent states that were made and given up"
             yield self._count("kv_checkpoint_changes", text, changes, "change")
+        text = "Tokens whose KV was copied from another position, for requests that allow it"
+        yield self._count("kv_approximate_tokens", text, found.num_approximate_tokens)
         yield from self._tiers(found.tiers)
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"

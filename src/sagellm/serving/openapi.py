@@ -18,7 +18,13 @@ from pydantic.json_schema import models_json_schema
 import sagellm
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.registry import registry
-from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.core.types import (
+    APPROXIMATE_REUSE,
+    MAX_RETENTIONS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    SAMPLING_RANGES,
+)
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
@@ -399,6 +405,9 @@ def _generation_fields(gateway: Gateway) -> Schema:
         ),
         "prompt_cache_options": _or_null(schema.PromptCacheOptions.model_json_schema()),
         "return_cache_misses": {"enum": [None, False, True][: 2 + gateway.attributes_misses]},
+        APPROXIMATE_REUSE: {
+            "enum": [None, False, True][: 2 + (APPROXIMATE_REUSE in gateway.llm.capability().features)]
+        },
     }
 
 

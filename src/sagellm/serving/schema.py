@@ -242,6 +242,7 @@ class GenerationFields(Body):
     slo: SloFields | None = None
     retention: list[RetentionFields] | None = Field(default=None, max_length=MAX_RETENTIONS, fail_fast=True)
     return_cache_misses: bool | None = None
+    approximate_reuse: bool | None = None
     vllm_xargs: dict[str, Any] | None = Field(default=None, max_length=MAX_EXTRA_ARGUMENTS)
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
     user: str | None = None
@@ -271,6 +272,7 @@ class GenerationFields(Body):
             client=client,
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
             reports_eviction=bool(self.return_cache_misses),
+            approximate_reuse=bool(self.approximate_reuse),
         )
 
     def _retentions(self) -> Iterator[Retention]:

@@ -45,6 +45,7 @@ class EngineDiagnostics:
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
     `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
+    `num_approximate_tokens`: tokens whose KV was copied from another position.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class EngineDiagnostics:
     checkpoints: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[TierState] = ()
     num_kv_waits: int = 0
+    num_approximate_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class InferenceBackend(Protocol):
     `clock` and a `progress`; other parameters are `engine.backend_options`. A backend with an attribute
     `engine_type`, a subclass of `Engine`, is run by that. `expert_rows()`, where a backend has it, gives
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
-    `simulated_tiers`, as `SimulatedBackend` has it.
+    `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
+    a `TokenCopies` or raises `UnsupportedModelError`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.
@@ -109,6 +112,17 @@ class InferenceBackend(Protocol):
     def execute(self, plan: ExecutionPlan) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+class TokenCopies(Protocol):
+    """Copies KV within a device, between steps."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], distance: int) -> None:
+        """Copy KV from the slots `sources` to `targets`, `distance` positions later.
+
+        A slot is block id x block size + offset. The targets are consecutive positions of one request and no
+        sources; what follows them in a block that begins with them is cleared. Returns when the KV is there.
+        """
 
 
 class EngineCore(Protocol):

@@ -23,7 +23,8 @@ class Usage:
     The prompt counts once, for any number of choices. `misses` says why blocks of the prompt had to be
     computed (for the first choice); None where the engine does not attribute misses. `evicted`: the
     evicted part of the first prompt that has one, for a request that `reports_eviction`, its seconds counted
-    from the arrival.
+    from the arrival. `approximate_tokens`: prompt tokens whose KV was copied from another position; they are
+    no cached ones.
     """
 
     prompt_tokens: int = 0
@@ -31,6 +32,7 @@ class Usage:
     cached_tokens: int = 0
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
+    approximate_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -43,6 +45,7 @@ class Usage:
             self.cached_tokens + other.cached_tokens,
             other.misses if self.misses is None else self.misses.plus(other.misses),
             self.evicted or other.evicted,
+            self.approximate_tokens + other.approximate_tokens,
         )
 
     def __sub__(self, other: Usage) -> Usage:
@@ -53,6 +56,7 @@ class Usage:
             self.cached_tokens - other.cached_tokens,
             self.misses if self.misses is None else self.misses.minus(other.misses),
             self.evicted,
+            self.approximate_tokens - other.approximate_tokens,
         )
 
 

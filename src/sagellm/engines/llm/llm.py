@@ -51,6 +51,7 @@ class RequestOptions:
     by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
     key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
     events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
+    `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
 
     Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
     """
@@ -66,6 +67,7 @@ class RequestOptions:
     client: tuple[str, ...] = ()
     reports_hit: bool = False
     reports_eviction: bool = False
+    approximate_reuse: bool = False
 
     def __post_init__(self) -> None:
         params: object = self.params
@@ -88,12 +90,14 @@ class _OpenRequest:
     queued_s: float | None = None
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
+    num_approximate_tokens: int = 0
 
     @property
     def usage(self) -> Usage:
         generated = sum(stream.num_tokens for stream in self.streams.values())
         cached = self.num_cached_tokens or 0
-        return Usage(self.num_prompt_tokens, generated, cached, self.misses, self.evicted)
+        approximate = min(self.num_approximate_tokens, self.num_prompt_tokens)
+        return Usage(self.num_prompt_tokens, generated, cached, self.misses, self.evicted, approximate)
 
 
 class LLM:
@@ -222,6 +226,7 @@ class LLM:
             client=options.client,
             reports_hit=options.reports_hit,
             reports_eviction=options.reports_eviction,
+            approximate_reuse=options.approximate_reuse,
         )
         self._add(request_id, list(_expand(request)))
         return request_id
@@ -413,6 +418,7 @@ class LLM:
             opened.num_cached_tokens = min(output.num_cached_tokens, opened.num_prompt_tokens)
             opened.queued_s, opened.misses = output.queued_s, output.misses
             opened.evicted = _before_arrival(output.evicted, output.queued_s)
+        opened.num_approximate_tokens = max(opened.num_approximate_tokens, output.num_approximate_tokens)
         if reason is not None:
             del self._by_engine_id[engine_id]
             if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on

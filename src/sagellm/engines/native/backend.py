@@ -42,6 +42,7 @@ from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, 
 from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, state_bytes
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
+from sagellm.engines.native.token_copies import TokenCopier
 from sagellm.engines.native.weights import num_parameters
 
 if TYPE_CHECKING:
@@ -261,6 +262,10 @@ class NativeBackend:
     def kv_bytes(self) -> PoolBytes:
         """The KV pool's blocks as bytes, for tiers and transfers."""
         return PoolBytes(self._kv.as_bytes())
+
+    def token_copier(self) -> TokenCopier:
+        """Copies KV to other positions. Raises `UnsupportedModelError` where keys cannot be moved."""
+        return TokenCopier(self._model, self._kv)
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
         """Run one step. Rows take in the drawn tokens only after everything else has worked. Raises

@@ -275,8 +275,9 @@ class KVCacheManager:
 
         It has computed its limit (`RequestState.compute_until`), so no step in flight contains it. The caller
         then moves `num_computed` (`RequestTable.advance`). Blocks of `arrival` are filled, and those behind
-        `stop` are free again; without one, new blocks are appended, and the caller fills them before the
-        request computes on. The backend is sent them with its next chunk. Raises `CapacityError`.
+        `stop` are free again; without one, new blocks are appended, which the caller fills with approximate
+        KV before the request computes on (`RequestBlocks.num_exact`). The backend is sent the blocks with its
+        next chunk. Raises `CapacityError`.
         """
         blocks = self._blocks_of(state, "append_filled")
         held = len(blocks.block_ids)
@@ -288,8 +289,9 @@ class KVCacheManager:
             )
         if arrival is not None and self.tiers is not None:
             blocks.block_ids += self.tiers.arrivals.hand_over(arrival, missing, blocks.own)
-        elif missing > 0:
-            self.allocator.append_blocks(blocks, missing)
+        else:
+            self.allocator.append_blocks(blocks, max(0, missing))
+            blocks.num_exact = min(blocks.num_exact, state.num_computed)
         self._tables.mark_unsent(blocks, held)
 
     @property

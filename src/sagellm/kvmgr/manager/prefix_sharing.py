@@ -75,10 +75,11 @@ class PrefixRegistrar:
     def register(self, blocks: RequestBlocks, num_tokens: int) -> InsertResult | None:
         """Move the whole blocks of the first `num_tokens` tokens into the index.
 
-        Returns None if there are no new ones. Where the index has equal blocks of another request, this
-        request goes on with those; its own duplicates are freed.
+        Only those that are exact. Returns None if there are no new ones. Where the index has equal blocks of
+        another request, this request goes on with those; its own duplicates are freed.
         """
         block_size, shared = self._pool.block_size, blocks.num_shared
+        num_tokens = min(num_tokens, blocks.num_exact)
         if self._pages is not None and self._pages.checkpoints is not None and self._prefix_caching:
             num_tokens = self._pages.checkpoints.deepest(blocks, num_tokens)
         whole = num_tokens // block_size
@@ -244,7 +245,7 @@ class SharedTails:
         freed = donor.is_windowed and hit.num_blocks < donor.num_shared
         if freed or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
             return hit
-        stop = min(start + self._block_size, limit, donor.state.num_computed)
+        stop = min(start + self._block_size, limit, donor.state.num_computed, donor.num_exact)
         mine, theirs = state.tokens.slice(start, stop), donor.state.tokens.slice(start, stop)
         shared = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
         if not shared:

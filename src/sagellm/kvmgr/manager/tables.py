@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,9 @@ class RequestBlocks:
     `pages`: what it has in KV groups behind the first, where there are several. `kept_states`: checkpoints of
     its recurrent state that are not in the index, by depth in blocks.
 
+    `num_exact`: KV behind so many tokens is an approximation. It belongs to this request alone: only exact KV
+    enters the index, which tiers save from, and only exact tails are shared.
+
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
     backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
     """
@@ -94,6 +98,7 @@ class RequestBlocks:
     pages: list[RequestPages] = field(default_factory=list)
     kept_states: dict[int, Allocation] = field(default_factory=dict)
     is_windowed: bool = False
+    num_exact: int = sys.maxsize
     unsent_from: int | None = None
     unsent_since: int = 0
 

@@ -8,7 +8,7 @@ Muthitacharoen et al. 2001) find about as much of the traces we have, but their 
 pool have one size.
 
 It only tells what is equal. The KV of an equal slice behind another prefix is not equal, so nothing of this
-enters a prefix index.
+enters a prefix index. `engines/approximate.py` copies such KV for requests that ask for it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ DEFAULT_MAX_SLICES = 1 << 20
 class SliceMatch(NamedTuple):
     """Tokens `[start, start + slice_tokens)` of a prompt equal those of a slice.
 
-    `source_start`: where the slice began in the prompt that registered it. `slice_id` is unique in a
-    registry.
+    `source_start`: where the slice began in the prompt that registered it, and `source`: what `observe` was
+    given for that prompt. `slice_id` is unique in a registry.
     """
 
     start: int
     source_start: int
     slice_id: int
+    source: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class _Slice:
     data: bytes
     source_start: int
     slice_id: int
+    source: object
 
 
 class SliceRegistry:
@@ -71,12 +73,13 @@ class SliceRegistry:
     def find(self, tokens: Tokens, start: int = 0) -> list[SliceMatch]:
         """Matches in `tokens[start:]` that do not overlap, from left to right. Changes nothing."""
         return [
-            SliceMatch(at, self._slices[key].source_start, self._slices[key].slice_id)
+            SliceMatch(at, known.source_start, known.slice_id, known.source)
             for at, key in self._matches(tokens.tobytes(), window_hashes(tokens, self.slice_tokens), start)
+            for known in (self._slices[key],)
         ]
 
-    def observe(self, tokens: Tokens, start: int = 0) -> list[SliceMatch]:
-        """Returns what `find` does, then registers the rest of `tokens[start:]`.
+    def observe(self, tokens: Tokens, start: int = 0, source: object = None) -> list[SliceMatch]:
+        """Returns what `find` does, then registers the rest of `tokens[start:]`, with `source`.
 
         Slices of the rest begin where a match ended, and the last may reach into the next match. A run at the
         end that is shorter than a slice is not kept. A prompt finds nothing of its own.
@@ -86,10 +89,18 @@ class SliceRegistry:
         keys = list(self._matches(data, hashes, start))
         for at, key in keys:
             known = self._slices[key] = self._slices.pop(key)  # used last
-            found.append(SliceMatch(at, known.source_start, known.slice_id))
+            found.append(SliceMatch(at, known.source_start, known.slice_id, known.source))
         for at in _gap_starts([at for at, _ in keys], start, len(hashes), self.slice_tokens):
-            self._add(int(hashes[at]), data[at * TOKEN_BYTES : (at + self.slice_tokens) * TOKEN_BYTES], at)
+            own = data[at * TOKEN_BYTES : (at + self.slice_tokens) * TOKEN_BYTES]
+            self._add(int(hashes[at]), own, at, source)
         return found
+
+    def forget(self, tokens: Tokens, start: int) -> None:
+        """Forget the slice that a match found at `start`: its KV is gone."""
+        own = Tokens(tokens.slice(start, start + self.slice_tokens))
+        for key in window_hashes(own, self.slice_tokens).tolist():
+            if key in self._slices and self._slices[key].data == own.tobytes():
+                del self._slices[key]
 
     def check(self) -> None:
         """Raise `BookkeepingError` for a wrong hash or too many slices."""
@@ -110,12 +121,12 @@ class SliceRegistry:
             yield at, keys[at]
             at += size
 
-    def _add(self, key: int, data: bytes, source_start: int) -> None:
+    def _add(self, key: int, data: bytes, source_start: int, source: object) -> None:
         if key in self._slices:
             return
         if len(self._slices) >= self._max_slices:
             del self._slices[next(iter(self._slices))]
-        self._slices[key] = _Slice(data, source_start, self._next_id)
+        self._slices[key] = _Slice(data, source_start, self._next_id, source)
         self._next_id += 1
 
 
