@@ -21,6 +21,8 @@ from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from tests.tiny_models import save_tiny
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
+WHOLE = LENGTH // BLOCK * BLOCK
+"""Tokens in whole blocks of a prompt."""
 KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3"]
 
 
@@ -39,6 +41,11 @@ def engine(folder: Path, **settings: Any) -> Engine:
     if made.kv.tiers is not None:
         hierarchy(made)._costs = Costly()
     return made
+
+
+def computed_in(dtype: str) -> dict[str, Any]:
+    """Settings for weights, numbers and KV of this dtype; the fastest on this CPU may be another."""
+    return {"model.dtype": dtype, "engine.backend_options": {"compute_dtype": dtype}}
 
 
 def prompts(seed: int = 0, count: int = 4) -> list[list[int]]:
@@ -89,9 +96,33 @@ def test_the_same_tokens_after_eviction(
         for i, prompt in enumerate(prompts()):
             drawn, num_cached = ask(tiered, f"{round_}-{i}", prompt)
             assert drawn == expected[i]
-            assert num_cached == (0 if not round_ else LENGTH // BLOCK * BLOCK)
+            assert num_cached == (0 if not round_ else WHOLE)
     [state] = hierarchy(tiered).states()
     assert state.loaded > 60
+    assert not state.misses
+    tiered.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_same_tokens_in_half_precision(
+    tmp_path: Path, kind: str, dtype: str, tier: dict[str, Any]
+) -> None:
+    """The reference is a hit on the device: a prompt computed in one piece may round otherwise."""
+    save_tiny(tmp_path / "model", kind)
+    tiered = engine(tmp_path / "model", **tier, **computed_in(dtype))
+    assert tiered.backend.get_kv_schema().dtype == dtype
+    expected = []
+    for i, prompt in enumerate(prompts()):
+        ask(tiered, f"computed {i}", prompt)
+        expected.append(ask(tiered, f"on the device {i}", prompt))
+    [state] = hierarchy(tiered).states()
+    assert not state.loaded
+    for i, prompt in enumerate(prompts()):
+        assert ask(tiered, f"in the tier {i}", prompt) == expected[i]
+        assert expected[i][1] == WHOLE
+    [state] = hierarchy(tiered).states()
+    assert state.loaded == 4 * WHOLE // BLOCK
     assert not state.misses
     tiered.close()
 
@@ -104,11 +135,37 @@ def test_a_restart_hits_and_other_weights_miss(tmp_path: Path) -> None:
     first.close()
     again = engine(tmp_path / "model", **disk)
     for i, prompt in enumerate(prompts()):
-        assert ask(again, f"r{i}", prompt) == (expected[i][0], LENGTH // BLOCK * BLOCK)
+        assert ask(again, f"r{i}", prompt) == (expected[i][0], WHOLE)
     again.close()
     save_tiny(tmp_path / "other", "llama", seed=1)
     other = engine(tmp_path / "other", **disk)
     assert [ask(other, f"r{i}", prompt)[1] for i, prompt in enumerate(prompts())] == [0] * 4
+    other.close()
+
+
+@pytest.mark.parametrize("rounded", [True, False], ids=["rounded", "exact"])
+@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
+def test_a_folder_of_another_dtype_starts_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rounded: bool, computed: str
+) -> None:
+    """Whether weights are rounded, KV is, or both. With neither it is the same engine, which hits."""
+    save_tiny(tmp_path / "model", "llama")
+    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv")}
+    settings = computed_in(computed) | {"model.dtype": "bfloat16" if rounded else "float32"}
+    is_same = computed == "float32" and not rounded
+    first = engine(tmp_path / "model", **disk, **computed_in("float32"))
+    for i, prompt in enumerate(prompts()):
+        ask(first, f"r{i}", prompt)
+    first.close()
+    other = engine(tmp_path / "model", **disk, **settings)
+    assert ("starts empty" in caplog.text) is not is_same
+    drawn = [ask(other, f"r{i}", prompt) for i, prompt in enumerate(prompts())]
+    assert [num_cached for _, num_cached in drawn] == [WHOLE if is_same else 0] * 4
+    [state] = hierarchy(other).states()
+    assert (state.loaded > 0, dict(state.misses)) == (is_same, {})
+    for i, prompt in enumerate(prompts()):
+        other.clear_cache(tiers=True)
+        assert ask(other, f"computed {i}", prompt) == (drawn[i][0], 0)
     other.close()
 
 
@@ -119,7 +176,7 @@ def test_codecs_on_the_way_down(tmp_path: Path, codec: str) -> None:
     tiered = engine(tmp_path / "model", **disk)
     expected = [ask(tiered, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
     again = [ask(tiered, f"again {i}", prompt) for i, prompt in enumerate(prompts())]
-    assert [num_cached for _, num_cached in again] == [LENGTH // BLOCK * BLOCK] * 4
+    assert [num_cached for _, num_cached in again] == [WHOLE] * 4
     if codec == "zstd":
         assert [drawn for drawn, _ in again] == expected
     [state] = hierarchy(tiered).states()
