@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.core.types import Request, SamplingParams, Tokens
+from sagellm.core.protocols.kv_tiers import BlockBytes
+from sagellm.core.types import Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
+from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from tests.tiny_models import save_tiny
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
 WHOLE = LENGTH // BLOCK * BLOCK
 """Tokens in whole blocks of a prompt."""
-KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3"]
+KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3", "gemma4"]
+"""With KV heads, with latent KV, with layers of several windows, and with layers of several key sizes."""
 
 
 @pytest.fixture(params=[("host_gb", None), ("disk_gb", None)], ids=["host", "disk"])
@@ -65,6 +69,26 @@ def ask(asked: Engine, name: str, prompt: list[int]) -> tuple[list[int], int]:
             assert output.error is None
         asked.check()
     return drawn, num_cached
+
+
+def kv_of(asked: Engine, prompt: list[int]) -> torch.Tensor:
+    """The KV of a prompt's whole blocks on the device: a row of numbers for each block."""
+    index, schema = asked.kv.index, asked.backend.get_kv_schema()
+    hit = index.lookup(Tokens(prompt), Namespace(), WHOLE)
+    assert hit.num_tokens == WHOLE
+    backend: Any = asked.backend
+    source: BlockBytes = backend.kv_bytes()
+    data = bytearray(hit.num_blocks * source.bytes_per_block)
+    source.read_blocks(index.block_ids(hit), memoryview(data))
+    return torch.frombuffer(data, dtype=getattr(torch, schema.dtype)).view(hit.num_blocks, -1)
+
+
+def largest_neighbours(kv: torch.Tensor) -> torch.Tensor:
+    """Of each number, the largest absolute number of its group in the codec int8."""
+    num_numbers = kv.shape[1]
+    padded = torch.nn.functional.pad(kv.float().abs(), (0, -num_numbers % GROUP))
+    largest = padded.unflatten(1, (-1, GROUP)).amax(dim=2)
+    return largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
 
 
 class Costly:
@@ -169,17 +193,35 @@ def test_a_folder_of_another_dtype_starts_empty(
     other.close()
 
 
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", ["zstd", "int8"])
-def test_codecs_on_the_way_down(tmp_path: Path, codec: str) -> None:
+def test_codecs_on_the_way_down(tmp_path: Path, codec: str, dtype: str, kind: str) -> None:
+    """The KV that comes back is what was stored, or as near as the codec promises.
+
+    KV has the dtype in which the model computes. There are no pools of 8-bit numbers in this engine.
+    """
     disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.codec": codec}
-    save_tiny(tmp_path / "model", "llama")
-    tiered = engine(tmp_path / "model", **disk)
-    expected = [ask(tiered, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
-    again = [ask(tiered, f"again {i}", prompt) for i, prompt in enumerate(prompts())]
-    assert [num_cached for _, num_cached in again] == [WHOLE] * 4
-    if codec == "zstd":
-        assert [drawn for drawn, _ in again] == expected
+    save_tiny(tmp_path / "model", kind)
+    tiered = engine(tmp_path / "model", **disk, **computed_in(dtype))
+    stored, expected = [], []
+    for i, prompt in enumerate(prompts()):
+        ask(tiered, f"computed {i}", prompt)
+        stored.append(kv_of(tiered, prompt))
+        expected.append(ask(tiered, f"on the device {i}", prompt))
+    for i, prompt in enumerate(prompts()):
+        drawn, num_cached = ask(tiered, f"in the tier {i}", prompt)
+        assert num_cached == WHOLE
+        loaded = kv_of(tiered, prompt)
+        if codec == "zstd":
+            assert drawn == expected[i][0]
+            assert torch.equal(loaded, stored[i])
+        else:
+            largest = largest_neighbours(stored[i])
+            assert ((loaded.float() - stored[i].float()).abs() <= Int8Codec.max_error * largest).all()
+            assert not torch.equal(loaded, stored[i])
     [state] = hierarchy(tiered).states()
+    assert state.loaded == 4 * WHOLE // BLOCK
     assert not state.misses
     tiered.close()
 
