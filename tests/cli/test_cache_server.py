@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sagellm.engines.build import load
-from tests.engines.native.test_tiers import BLOCK, LENGTH, ask, engine, prompts
+from tests.engines.native.tiered import BLOCK, LENGTH, ask, engine, prompts
 from tests.serving.live import serving, wait_until
 from tests.tiny_models import save_tiny
 

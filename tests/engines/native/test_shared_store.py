@@ -18,7 +18,7 @@ from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
-from tests.engines.native.test_tiers import BLOCK, WHOLE, ask, engine, hierarchy, prompts
+from tests.engines.native.tiered import BLOCK, WHOLE, ask, engine, hierarchy, prompts
 from tests.kvmgr.tiers.storages.resp_server import RespServer
 from tests.redis_server import running_redis
 from tests.tiny_models import save_tiny

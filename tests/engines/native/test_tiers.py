@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,19 @@ import torch
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
-from sagellm.core.protocols.eviction import Extent
-from sagellm.core.protocols.kv_tiers import BlockBytes
-from sagellm.core.types import Namespace, Request, SamplingParams, Tokens
-from sagellm.engines.build import build_engine, load_config
-from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
-from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from tests.engines.native.tiered import (
+    BLOCK,
+    WHOLE,
+    ask,
+    computed_in,
+    engine,
+    hierarchy,
+    kv_of,
+    prompts,
+)
 from tests.tiny_models import save_tiny
 
-BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
-WHOLE = LENGTH // BLOCK * BLOCK
-"""Tokens in whole blocks of a prompt."""
 KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3", "gemma4"]
 """With KV heads, with latent KV, with layers of several windows, and with layers of several key sizes."""
 
@@ -36,74 +36,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {f"kv.{name}": 0.05, **({"kv.dir": str(tmp_path / "kv")} if name == "disk_gb" else {})}
 
 
-def engine(folder: Path, **settings: Any) -> Engine:
-    given = {
-        "model.name": str(folder), "model.dtype": "float32", "kv.block_size": BLOCK,
-        "kv.num_blocks": NUM_BLOCKS, "engine.threads": 1, **settings,
-    }  # fmt: skip
-    made = build_engine(load_config(cli=given, environ={}).config)
-    if made.kv.tiers is not None:
-        hierarchy(made)._costs = Costly()
-    return made
-
-
-def computed_in(dtype: str) -> dict[str, Any]:
-    """Settings for weights, numbers and KV of this dtype; the fastest on this CPU may be another."""
-    return {"model.dtype": dtype, "engine.backend_options": {"compute_dtype": dtype}}
-
-
-def prompts(seed: int = 0, count: int = 4) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(5, 90) for _ in range(LENGTH)] for _ in range(count)]
-
-
-def ask(asked: Engine, name: str, prompt: list[int]) -> tuple[list[int], int]:
-    """The greedy tokens, and how many tokens of the prompt were reused."""
-    asked.add(Request(name, Tokens(prompt), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)))
-    drawn: list[int] = []
-    num_cached = 0
-    while asked.has_work():
-        for output in asked.step():
-            drawn += output.new_token_ids
-            num_cached = max(num_cached, output.num_cached_tokens or 0)
-            assert output.error is None
-        asked.check()
-    return drawn, num_cached
-
-
-def kv_of(asked: Engine, prompt: list[int]) -> torch.Tensor:
-    """The KV of a prompt's whole blocks on the device: a row of numbers for each block."""
-    index, schema = asked.kv.index, asked.backend.get_kv_schema()
-    hit = index.lookup(Tokens(prompt), Namespace(), WHOLE)
-    assert hit.num_tokens == WHOLE
-    backend: Any = asked.backend
-    source: BlockBytes = backend.kv_bytes()
-    data = bytearray(hit.num_blocks * source.bytes_per_block)
-    source.read_blocks(index.block_ids(hit), memoryview(data))
-    return torch.frombuffer(data, dtype=getattr(torch, schema.dtype)).view(hit.num_blocks, -1)
-
-
 def largest_neighbours(kv: torch.Tensor) -> torch.Tensor:
     """Of each number, the largest absolute number of its group in the codec int8."""
     num_numbers = kv.shape[1]
     padded = torch.nn.functional.pad(kv.float().abs(), (0, -num_numbers % GROUP))
     largest = padded.unflatten(1, (-1, GROUP)).amax(dim=2)
     return largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
-
-
-class Costly:
-    """Computing takes longer than any load: these models are so small that it would not."""
-
-    def recompute_s(self, extent: Extent) -> float:
-        return 1e9
-
-    def transfer_s(self, extent: Extent, tier: str) -> float:
-        return 0.0
-
-
-def hierarchy(asked: Engine) -> HierarchyManager:
-    assert isinstance(asked.kv.tiers, HierarchyManager)
-    return asked.kv.tiers
 
 
 @pytest.mark.parametrize("kind", KINDS)
