@@ -36,15 +36,17 @@ def fake_engine(
     speculation: Speculation | None = None,
     overlap: bool = False,
     host_blocks: int = 0,
+    clock: Clock | None = None,
     **kv_options: Any,
 ) -> Engine:
     """An engine over `TokenMemoryBackend`, with the default modules.
 
-    `host_blocks`: those of a host tier, from which loading is always worth it.
+    `host_blocks`: those of a host tier, from which loading is always worth it. `clock`: a manual one by
+    default.
     """
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
-    clock = ManualClock()
+    clock = clock or ManualClock()
     kv = build_kv(
         KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching, **kv_options),
         capability.num_blocks,

@@ -324,6 +324,12 @@ class KVTiers(Protocol):
         Infinite without any.
         """
 
+    def slowest_load_s(self, tokens: Tokens, namespace: Namespace) -> float:
+        """Seconds to load a prefix from the slowest working tier with it.
+
+        0 if none has any. A shared store does not count.
+        """
+
     def hint(self, tokens: Tokens, namespace: Namespace, hint: Hint) -> int:
         """Apply a hint to the order of eviction in each tier.
 
@@ -349,6 +355,9 @@ class KVTiers(Protocol):
         `start=False` the blocks are written from `start_loads` on, since the step that computes now may still
         write to them. With `asks=False` a shared store is not asked.
         """
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether its `request` answered HIT_PENDING, and `poll` has not named it since."""
 
     def start_loads(self) -> None:
         """Begin the loads that were requested with `start=False`."""
