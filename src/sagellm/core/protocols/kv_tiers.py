@@ -374,7 +374,8 @@ class KVTiers(Protocol):
     def give_way(self) -> bool:
         """Stop all moves, which frees their device blocks; False without any.
 
-        Waits for the chunk that each thread is copying, about a millisecond.
+        Waits for the chunk that each thread is copying. That takes the size of a chunk (8 MB, or a block that
+        is larger) over the bandwidth: 8 ms at 1 GB/s.
         """
 
     def wait(self, timeout_s: float) -> bool:
