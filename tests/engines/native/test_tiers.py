@@ -40,7 +40,7 @@ def largest_neighbours(kv: torch.Tensor) -> torch.Tensor:
     """Of each number, the largest absolute number of its group in the codec int8."""
     num_numbers = kv.shape[1]
     padded = torch.nn.functional.pad(kv.float().abs(), (0, -num_numbers % GROUP))
-    largest = padded.unflatten(1, (-1, GROUP)).amax(dim=2)
+    largest = padded.view(len(kv), -1, GROUP).amax(dim=2)
     return largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
 
 
