@@ -38,16 +38,17 @@ def fake_engine(
     overlap: bool = False,
     host_blocks: int = 0,
     recompute_tokens: int = 0,
+    clock: Clock | None = None,
     **kv_options: Any,
 ) -> Engine:
     """An engine over `TokenMemoryBackend`, with the default modules.
 
     `host_blocks`: those of a host tier, from which loading is always worth it. With `recompute_tokens` it
-    allows approximate reuse.
+    allows approximate reuse. `clock`: a manual one by default.
     """
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
-    clock, tiers = ManualClock(), None
+    clock, tiers = clock or ManualClock(), None
     if host_blocks:
         tiers = tiers_below(backend, clock, host_blocks=host_blocks, events=events, **kv_options)
     kv = build_kv(

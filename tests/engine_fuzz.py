@@ -300,8 +300,8 @@ class Run:
         if self._pins:
             self.engine.kv.unpin_prefix(self._pins.pop())
 
-    def hint(self, action: str, tokens: list[int], tenant: str) -> None:
-        actions = [{"action_type": action, "payload": {"token_ids": tokens}}]
+    def hint(self, action: str, tokens: list[int], tenant: str, **payload: float) -> None:
+        actions = [{"action_type": action, "payload": {"token_ids": tokens, **payload}}]
         [outcome] = self.engine.hint(KVHintsEnvelope.parse({"actions": actions}), Namespace(tenant=tenant))
         self.seen[f"hint {outcome.status.value}"] += 1
 
@@ -437,7 +437,8 @@ def _disturb(draw: random.Random, run: Run, step: int) -> None:
         run.engine.compact()
     elif chance < 0.14:
         action = draw.choice(["session.end", "kv.retain", "kv.expect"])
-        run.hint(action, TEXTS[0][: draw.choice([16, 32, 96])], draw.choice(TENANTS))
+        later = {"in_s": (0, 1.5, 60)[step % 3]} if action == "kv.expect" else {}
+        run.hint(action, TEXTS[0][: draw.choice([16, 32, 96])], draw.choice(TENANTS), **later)
 
 
 def _shares(draw: random.Random, names: tuple[str, ...]) -> dict[str, dict[str, float]]:

@@ -138,6 +138,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.running)
 
+    def idle_s(self) -> None:
+        """It has nothing to do but what it is asked to."""
+
     def stats(self) -> EngineStats:
         lengths = [len(one.request.tokens) + one.num_sent for one in self.running.values()]
         active = sum(math.ceil(length / BLOCK_SIZE) for length in lengths)

@@ -11,7 +11,7 @@ import pytest
 from sagellm.cli.cache_server import server_values
 from sagellm.diagnostics.watch import counters
 from sagellm.engines.build import load
-from tests.engines.native.test_tiers import BLOCK, LENGTH, ask, engine, prompts
+from tests.engines.native.tiered import BLOCK, LENGTH, ask, engine, prompts
 from tests.serving.live import serving, wait_until
 from tests.tiny_models import save_tiny
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -232,6 +233,23 @@ def test_a_value_of_another_kind_is_refused(key: str, value: Any, message: str) 
     with pytest.raises(ConfigError, match=message) as refused:
         resolve([Layer("file sage.yaml", {key: value})])
     assert key in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [Layer("file sage.yaml", {"kv": {"swap_space_gb": 4.0}})],
+        lambda: [Layer("file sage.yaml", {"kv.swap_space_gb": 4.0})],
+        lambda: [given_layer({"kv.swap_space_gb": "4"})],
+        lambda: [env_layer({"SAGELLM_KV_SWAP_SPACE_GB": "4"})],
+        lambda: [env_layer({"SAGELLM_KV_SWAP_SPACE_GB": ""})],
+    ],
+    ids=["file", "dotted in a file", "--set", "environment", "empty in the environment"],
+)
+def test_the_swap_space_of_earlier_versions_names_the_host_tier(layers: Callable[[], list[Layer]]) -> None:
+    with pytest.raises(ConfigError, match=r"set kv\.host_gb, whose host memory") as refused:
+        resolve(layers())
+    assert "swap" in str(refused.value).lower()
 
 
 def test_a_key_in_both_forms_is_refused() -> None:

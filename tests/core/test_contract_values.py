@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields, replace
 from importlib import import_module
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sagellm.core.errors import KVDataError
+from sagellm.core.protocols.kv_tiers import BlockFormat
 from sagellm.core.protocols.overlap import OverlapSchedule, Slot, Task
 from sagellm.core.protocols.quantization import QuantizationProfile, QuantTarget
 from sagellm.core.protocols.sparsity import SparseLayer, SparseModel, SparsityPattern
 from sagellm.core.protocols.speculative import Proposal, SpeculativeResult
 from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link, LinkKind, TopologyInfo
+from sagellm.core.types import KVCacheSchema, KVGroup
 
 MODULES = [
     *("prefix_cache", "kv_pool", "eviction", "scheduler_ir", "lifetime"),
@@ -113,3 +118,27 @@ def test_a_proposal_has_a_probability_per_token_or_none() -> None:
 def test_acceptance_rate_without_proposals_is_zero() -> None:
     assert SpeculativeResult((1,), 1, 0, 0).acceptance_rate == 0.0
     assert SpeculativeResult((1,), 1, 8, 6).acceptance_rate == 0.75
+
+
+SCHEMA = KVCacheSchema(3, 2, 64, "bfloat16", 16, "blocks first", "weights and tokenizer")
+OTHER: dict[str, Any] = {
+    "num_layers": 4, "num_kv_heads": 4, "head_dim": 128, "dtype": "float16", "block_size": 32,
+    "layout": "heads first", "model_fingerprint": "other weights", "groups": (KVGroup((0, 1, 2), None),),
+    "values_in_keys": True, "state_bytes": 8, "layer_shapes": ((2, 64), (2, 64), (1, 128)),
+}  # fmt: skip
+
+
+def test_equal_schemas_have_one_block_format() -> None:
+    assert BlockFormat.of(SCHEMA, 4096) == BlockFormat.of(replace(SCHEMA), 4096)
+    assert BlockFormat.of(SCHEMA, 4096).digest != BlockFormat.of(SCHEMA, 8192).digest
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(KVCacheSchema)])
+def test_each_field_of_a_schema_makes_another_block_format(name: str) -> None:
+    other = replace(SCHEMA, **{name: OTHER[name]})
+    assert BlockFormat.of(other, 4096).digest != BlockFormat.of(SCHEMA, 4096).digest
+
+
+def test_kv_of_a_model_without_a_fingerprint_has_no_format() -> None:
+    with pytest.raises(KVDataError, match="no fingerprint"):
+        BlockFormat.of(replace(SCHEMA, model_fingerprint=""), 4096)

@@ -1,17 +1,24 @@
-"""`KVWaits`: no request waits for KV that does not come."""
+"""`KVWaits`: no request waits for KV that does not come, alone and in an engine whose loads are held up."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.kv_tiers import TierLookup
+from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import RequestStatus
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
-from tests.builders import fake_engine, request, run_all
+from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
+from tests.engines.kv_scenes import OLD, YOUNG, resident, serve
 
 
 class Tiers:
@@ -120,3 +127,114 @@ def test_what_the_manager_answers() -> None:
     assert [asked(0, admits=admits) for admits in (False, True)] == [TierLookup.RETRY] * 2
     run_all(engine)
     engine.close()
+
+
+# -- an engine
+
+
+class Gated:
+    """An engine with the prompt OLD in its host tier alone, whose loads wait at a gate.
+
+    `gate`: lets one read of the tier pass for each `release`. A read is of one block.
+    """
+
+    def __init__(self, max_num_seqs: int, *, overlap: bool) -> None:
+        self.backend = TokenMemoryBackend(num_blocks=16, max_num_seqs=max_num_seqs)
+        self.engine = fake_engine(self.backend, eviction="lru", host_blocks=60, overlap=overlap)
+        serve(self.engine, request("old", OLD, 1), request("filler", range(36, 97), 1))
+        assert resident(self.engine, OLD) == 0
+        assert isinstance(self.engine.kv.tiers, HierarchyManager)
+        self.hierarchy = self.engine.kv.tiers
+        self.hierarchy._migrator._blocks_per_chunk = 1  # type: ignore[attr-defined]
+        self.gate, self.num_reads = threading.Semaphore(0), 0
+        storage: Any = self.hierarchy.tiers[0].storage
+        self._read = storage.read
+        storage.read = self._wait_and_read
+
+    def _wait_and_read(
+        self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
+    ) -> Sequence[ReadOutcome]:
+        self.num_reads += 1
+        assert self.gate.acquire(timeout=20)
+        outcomes: Sequence[ReadOutcome] = self._read(slots, token_hashes, target)
+        return outcomes
+
+    def open(self) -> None:
+        self.gate.release(1000)
+
+    def state(self, request_id: str) -> RequestState:
+        return self.engine._request_table.states[request_id]
+
+    def expected(self, prompt: range, max_tokens: int) -> list[int]:
+        return expected_tokens(self.backend, prompt, max_tokens)
+
+    def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
+        """The tokens of each request in the steps until then."""
+        tokens: dict[str, list[int]] = {}
+        until_s = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < until_s
+            for output in self.engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            check_books(self.engine)
+        return tokens
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def is_overlapped(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def gated(request: pytest.FixtureRequest, is_overlapped: bool) -> Iterator[Gated]:
+    """Parameter: how many requests may run."""
+    made = Gated(getattr(request, "param", 8), overlap=is_overlapped)
+    yield made
+    made.open()
+    made.engine.close()
+
+
+def test_another_request_is_answered_while_one_waits_for_its_kv(gated: Gated) -> None:
+    engine = gated.engine
+    engine.add(request("a", OLD, 4))
+    engine.add(request("b", YOUNG, 4))
+    tokens = gated.step_until(lambda: "b" not in engine._request_table.states)
+    assert tokens == {"b": gated.expected(YOUNG, 4)}
+    assert gated.state("a").status is RequestStatus.WAITING_FOR_KV
+    gated.open()
+    assert run_all(engine) == {"a": gated.expected(OLD, 4)}
+    assert gated.hierarchy.states()[0].loaded == 4
+    assert engine.diagnostics().num_kv_waits == 1
+
+
+@pytest.mark.parametrize("gated", [1], indirect=True)
+def test_kv_comes_while_a_request_waits_for_a_row(gated: Gated) -> None:
+    engine = gated.engine
+    engine.add(request("runs", range(20, 23), 30))
+    engine.step()
+    engine.add(request("queued", OLD, 4))
+    gated.step_until(lambda: gated.num_reads)
+    assert gated.state("queued").status is RequestStatus.WAITING_FOR_KV
+    gated.open()
+    gated.step_until(lambda: gated.state("queued").status is RequestStatus.WAITING)
+    assert gated.state("runs").status is RequestStatus.RUNNING
+    assert resident(engine, OLD) == 4
+    outputs = run_all(engine)
+    assert outputs["queued"] == gated.expected(OLD, 4)
+    assert gated.hierarchy.states()[0].loaded == 4
+
+
+@pytest.mark.parametrize("gated", [1, 8], indirect=True)
+def test_the_load_of_an_aborted_request_stops(gated: Gated) -> None:
+    engine = gated.engine
+    engine.add(request("runs", range(20, 23), 20))
+    engine.step()
+    engine.add(request("goes", OLD, 4))
+    gated.step_until(lambda: gated.num_reads)
+    free = engine.kv.block_states().free
+    assert engine.abort("goes")
+    gated.open()
+    run_all(engine)
+    assert gated.num_reads == 1, "the blocks behind the one that was being read were read too"
+    assert resident(engine, OLD) <= 1
+    assert engine.kv.block_states().free > free

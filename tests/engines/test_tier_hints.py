@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
+from sagellm.core.clock import ManualClock
+from sagellm.core.kv_hints import HintStatus
 from sagellm.core.types import Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
-from tests.builders import fake_engine, run_all
-from tests.engines.kv_scenes import NOBODY, hints, resident, serve, session, status
+from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, LOAD_MARGIN_S, KVHints
+from tests.builders import TENANT_A, fake_engine, request, run_all
+from tests.engines.kv_scenes import (
+    FILLER,
+    NOBODY,
+    OLD,
+    YOUNG,
+    hints,
+    resident,
+    serve,
+    session,
+    small_engine,
+    status,
+)
 
 
 def engine_with(host_blocks: int, *, overlap: bool = False) -> Engine:
@@ -44,4 +61,171 @@ def test_an_ended_session_leaves_the_tier_first() -> None:
     assert status(engine, hints("session.end", session_id="ended"))[0] == "applied"
     serve(engine, session("new", range(60, 89)))
     assert (in_tier(engine, range(17)), in_tier(engine, range(20, 37))) == (4, 1)
+    engine.close()
+
+
+def with_old_in_the_tier(*, overlap: bool = False) -> Engine:
+    """The session `old` is in the tier alone."""
+    engine = engine_with(60, overlap=overlap)
+    serve(engine, session("old", OLD), session("young", YOUNG))
+    serve(engine, request("filler", range(56, 96), 1))
+    assert resident(engine, OLD) == 0
+    return engine
+
+
+def let_pass(engine: Engine, seconds: float) -> None:
+    assert isinstance(engine.clock, ManualClock)
+    engine.clock.advance(seconds)
+
+
+def test_what_has_come_up_is_evicted_last() -> None:
+    """It was not on the device when it was expected."""
+    engine = with_old_in_the_tier()
+    assert status(engine, hints("kv.expect", session_id="old")) == ("applied", 4)
+    run_all(engine)
+    serve(engine, session("young", YOUNG), request("filler", FILLER, 1))
+    assert (resident(engine, OLD), resident(engine, YOUNG)) == (4, 0)
+    let_pass(engine, EXPECTED_FOR_S + 1)
+    serve(engine, session("young", YOUNG), request("filler", FILLER, 1))
+    assert (resident(engine, OLD), resident(engine, YOUNG)) == (0, 4)
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("target", [{"session_id": "old"}, {"token_ids": list(OLD)}])
+def test_what_is_expected_later_comes_up_shortly_before(overlap: bool, target: dict[str, Any]) -> None:
+    engine = with_old_in_the_tier(overlap=overlap)
+    assert engine.idle_s() is None
+    assert status(engine, hints("kv.expect", in_s=30, **target)) == ("applied", 4)
+    assert engine.kv.tiers is not None
+    load_s = engine.kv.tiers.slowest_load_s(Tokens(OLD), NOBODY)
+    assert engine.idle_s() == pytest.approx(30 - LOAD_MARGIN_S - load_s)
+    assert 0 < load_s < 0.5
+    assert not engine.has_work()
+    let_pass(engine, 28)
+    serve(engine, session("other", range(40, 57)))
+    assert resident(engine, OLD) == 0
+    let_pass(engine, 1)
+    assert engine.has_work()
+    run_all(engine)
+    assert resident(engine, OLD) == 4
+    assert engine.idle_s() is None
+    let_pass(engine, EXPECTED_FOR_S - 1)
+    serve(engine, session("young", YOUNG), request("filler", FILLER, 1))
+    assert (resident(engine, OLD), resident(engine, YOUNG)) == (4, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "idle_s"),
+    [
+        ("session.end", {}, None),
+        ("session.supersede", {}, None),
+        ("kv.expect", {}, None),
+        ("kv.expect", {"in_s": 600}, 600),
+        ("kv.retain", {}, 30),
+    ],
+)
+def test_a_later_hint_replaces_what_is_expected(
+    kind: str, payload: dict[str, Any], idle_s: float | None
+) -> None:
+    engine = with_old_in_the_tier()
+    status(engine, hints("kv.expect", session_id="old", in_s=30))
+    assert status(engine, hints(kind, session_id="old", **payload))[0] == "applied"
+    run_all(engine)
+    assert engine.idle_s() == (None if idle_s is None else pytest.approx(idle_s - LOAD_MARGIN_S, abs=0.5))
+    assert resident(engine, OLD) == (4 if kind == "kv.expect" and not payload else 0)
+    engine.close()
+
+
+def test_a_session_that_has_come_is_expected_no_more() -> None:
+    engine = with_old_in_the_tier()
+    status(engine, hints("kv.expect", session_id="old", in_s=30))
+    serve(engine, session("old", OLD))
+    assert engine.idle_s() is None
+    serve(engine, session("old", OLD, kv_hints=hints("kv.expect", in_s=30)))
+    assert engine.idle_s() == pytest.approx(30 - LOAD_MARGIN_S, abs=0.5)
+    assert status(engine, hints("session.end", session_id="old"))[0] == "applied"
+    assert engine.idle_s() is None
+    engine.close()
+
+
+def test_a_load_stops_when_its_session_ends() -> None:
+    engine = with_old_in_the_tier()
+    status(engine, hints("kv.expect", session_id="old"))
+    assert engine.has_work()
+    status(engine, hints("session.end", session_id="old"))
+    run_all(engine)
+    assert resident(engine, OLD) == 0
+    engine.close()
+
+
+def test_the_tier_keeps_what_is_expected_later() -> None:
+    """And no longer than that: afterwards it goes as others do."""
+    for is_over in (False, True):
+        engine = engine_with(12)
+        serve(engine, session("old", OLD), session("young", YOUNG))
+        assert status(engine, hints("kv.expect", session_id="old", in_s=30)) == ("applied", 4)
+        if is_over:
+            let_pass(engine, 30)
+            run_all(engine)
+            let_pass(engine, EXPECTED_FOR_S + 1)
+        serve(engine, session("new", range(60, 81)))
+        assert in_tier(engine, OLD) == (3 if is_over else 4)
+        engine.close()
+
+
+def test_without_tiers_it_goes_last_from_then_on() -> None:
+    for passed_s, kept in ((0, YOUNG), (30, OLD)):
+        engine = small_engine()
+        serve(engine, session("old", OLD), session("young", YOUNG))
+        assert status(engine, hints("kv.expect", session_id="old", in_s=30)) == ("applied", 4)
+        let_pass(engine, passed_s)
+        run_all(engine)
+        serve(engine, request("filler", FILLER, 1))
+        assert (resident(engine, OLD) == 4, resident(engine, YOUNG) == 4) == (kept is OLD, kept is YOUNG)
+        engine.close()
+
+
+def test_an_ended_session_is_expected_no_more() -> None:
+    engine = small_engine()
+    serve(engine, session("old", OLD), session("young", YOUNG))
+    for kind in ("kv.expect", "session.end"):
+        assert status(engine, hints(kind, session_id="young")) == ("applied", 4)
+    serve(engine, request("filler", FILLER, 1))
+    assert (resident(engine, OLD), resident(engine, YOUNG)) == (4, 0)
+
+
+def test_of_too_many_that_are_expected_the_last_are_dropped() -> None:
+    engine = with_old_in_the_tier()
+    kv = engine.kv
+    kv.hints = KVHints(kv.index, kv.namespace_of, engine.clock.now, tiers=kv.tiers, max_tokens=20)
+    assert status(engine, hints("kv.expect", token_ids=list(OLD), in_s=100))[0] == "applied"
+    [outcome] = engine.hint(hints("kv.expect", token_ids=list(range(56, 73)), in_s=200), NOBODY)
+    assert outcome.status is HintStatus.INVALID
+    assert outcome.reason == "too much is expected before it: say so again when it is nearer"
+    assert engine.idle_s() == pytest.approx(99, abs=0.5)
+    assert status(engine, hints("kv.expect", token_ids=list(range(56, 73)), in_s=50))[0] == "applied"
+    assert engine.idle_s() == pytest.approx(49, abs=0.5)
+    let_pass(engine, 200)
+    run_all(engine)
+    assert resident(engine, OLD) == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("in_s", [-1, math.nan, math.inf, 10**300, 7 * 24 * 3600 + 1, True, "soon", None, []])
+def test_a_time_that_makes_no_sense_is_refused(in_s: Any) -> None:
+    engine = with_old_in_the_tier()
+    [outcome] = engine.hint(hints("kv.expect", session_id="old", in_s=in_s), NOBODY)
+    assert outcome.status is HintStatus.INVALID
+    assert outcome.reason == "in_s must be a number from 0 to 604800"
+    assert (engine.idle_s(), engine.has_work()) == (None, False)
+    engine.close()
+
+
+def test_what_another_tenant_has_cannot_be_expected() -> None:
+    engine = with_old_in_the_tier()
+    for target in ({"session_id": "old"}, {"token_ids": list(OLD)}):
+        assert status(engine, hints("kv.expect", in_s=30, **target), TENANT_A) == ("not_found", 0)
+    assert engine.idle_s() is None
     engine.close()

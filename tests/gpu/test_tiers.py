@@ -14,7 +14,7 @@ from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from tests.engines.native.test_block_bytes import BLOCK_BYTES, NUM_BLOCKS, expected, random_pools
-from tests.engines.native.test_tiers import ask, engine, hierarchy, prompts
+from tests.engines.native.tiered import ask, engine, hierarchy, prompts
 from tests.kvmgr.tiers.test_near_device import NUMA_MAPS, pages_by_node
 from tests.tiny_models import save_tiny
 

@@ -25,9 +25,10 @@ ACTION_VERSIONS: Mapping[str, str] = {
 }
 """Supported actions and their versions.
 
-`kv.retain`: keep longer (`priority` 0 to 100, `duration_s`). `kv.expect`: keep, it is about to be used.
-`session.end`: evict first, the session has ended. `session.supersede`: evict first, an edited history has
-replaced it. `session.describe`: an embedding by which `kv.expect` finds the session."""
+`kv.retain`: keep longer (`priority` 0 to 100, `duration_s`). `kv.expect`: keep, it is about to be used, or
+will be in `in_s` seconds. `session.end`: evict first, the session has ended. `session.supersede`: evict
+first, an edited history has replaced it. `session.describe`: an embedding by which `kv.expect` finds the
+session."""
 MAX_ACTIONS = 64
 MAX_DURATION_S = 7 * 24 * 3600.0
 

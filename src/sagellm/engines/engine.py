@@ -18,6 +18,7 @@ step or has failed alone, which ends it with
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -207,7 +208,13 @@ class Engine:
 
     def has_work(self) -> bool:
         moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
-        return bool(self._in_flight or self._request_table.states or self._outputs) or moves
+        has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
+        return has_requests or moves or not self.kv.hints.wake_s
+
+    def idle_s(self) -> float | None:
+        """Until KV that a client expects later has to be loaded."""
+        wake_s = self.kv.hints.wake_s
+        return None if wake_s == math.inf else wake_s
 
     def stats(self) -> EngineStats:
         metrics, each = self.kv.metrics, self.kv.num_groups
@@ -323,6 +330,7 @@ class Engine:
         has_step = bool(self._in_flight or self._request_table.states)
         if self._kv_waits is not None:
             has_step = self._move_kv(self._kv_waits)
+        self.kv.hints.advance()
         if not has_step:
             return self._take_outputs()
         if self._approximate is not None and self._approximate.is_ready:

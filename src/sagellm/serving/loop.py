@@ -49,7 +49,9 @@ Command = Callable[[], Event | None]
 
 
 class EngineLoop:
-    """Steps the engine while it has work, else sleeps on the queue.
+    """Steps the engine while it has work, else sleeps.
+
+    It wakes for a command, and when the engine has work again by itself.
 
     Calls `deliver` on the loop's thread once per step, with all events of the step. An exception that leaves
     the engine ends the loop: `failure` holds it, and `LoopFailed` is the last event.
@@ -141,9 +143,11 @@ class EngineLoop:
             self._deliver(events)
 
     def _take_commands(self) -> list[Command]:
-        """All queued commands; sleeps for the first if the engine has no work."""
-        commands = [] if self._llm.has_work() else [self._commands.get()]
+        """All queued commands; sleeps for the first while the engine has no work."""
+        commands: list[Command] = []
         try:
+            if not self._llm.has_work():
+                commands.append(self._commands.get(timeout=self._llm.idle_s()))
             while True:
                 commands.append(self._commands.get_nowait())
         except queue.Empty:

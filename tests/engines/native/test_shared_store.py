@@ -18,12 +18,11 @@ from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.remote_storage import RemoteStorage
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
-from tests.engines.native.test_tiers import BLOCK, LENGTH, ask, engine, hierarchy, prompts
+from tests.engines.native.tiered import BLOCK, WHOLE, ask, engine, hierarchy, prompts
 from tests.kvmgr.tiers.storages.resp_server import RespServer
 from tests.redis_server import running_redis
 from tests.tiny_models import save_tiny
 
-WHOLE = LENGTH // BLOCK * BLOCK
 ONE_WARNING = "the remote KV store is not used until it works again"
 
 
@@ -84,11 +83,22 @@ def expected(model: Path, count: int = 4) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"engine.overlap": True}, {"kv.host_gb": 0.05}, {"kv.codec": "zstd"}],
-    ids=["plain", "overlap", "host", "zstd"],
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"engine.overlap": True}),
+        ("llama", {"kv.host_gb": 0.05}),
+        ("llama", {"kv.codec": "zstd"}),
+        ("deepseek2-lite", {}),
+        ("gemma3", {}),
+    ],
+    ids=["plain", "overlap", "host", "zstd", "latent", "windows"],
 )
-def test_what_one_engine_computes_another_loads(model: Path, socket: Path, settings: dict[str, Any]) -> None:
+def test_what_one_engine_computes_another_loads(
+    tmp_path: Path, socket: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    model = tmp_path / kind
+    save_tiny(model, kind)
     url = {**at(socket), **settings}
     first, second = engine(model, **url), engine(model, **url)
     drawn = [ask(first, f"r{i}", prompt) for i, prompt in enumerate(prompts())]

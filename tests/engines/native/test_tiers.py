@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
-from sagellm.core.protocols.eviction import Extent
-from sagellm.core.types import Request, SamplingParams, Tokens
-from sagellm.engines.build import build_engine, load_config
-from sagellm.engines.engine import Engine
+from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
-from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from tests.engines.native.tiered import (
+    BLOCK,
+    WHOLE,
+    ask,
+    computed_in,
+    engine,
+    hierarchy,
+    kv_of,
+    prompts,
+)
 from tests.kvmgr.tiers.storages.stored_blocks import FaultyIO
 from tests.tiny_models import save_tiny
 
-BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
-KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3"]
+KINDS = ["llama", "mixtral", "deepseek2-lite", "gemma3", "gemma4"]
+"""With KV heads, with latent KV, with layers of several windows, and with layers of several key sizes."""
 
 
 @pytest.fixture(params=[("host_gb", None), ("disk_gb", None)], ids=["host", "disk"])
@@ -33,49 +39,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {f"kv.{name}": 0.05, **({"kv.dir": str(tmp_path / "kv")} if name == "disk_gb" else {})}
 
 
-def engine(folder: Path, **settings: Any) -> Engine:
-    given = {
-        "model.name": str(folder), "model.dtype": "float32", "kv.block_size": BLOCK,
-        "kv.num_blocks": NUM_BLOCKS, "engine.threads": 1, **settings,
-    }  # fmt: skip
-    made = build_engine(load_config(cli=given, environ={}).config)
-    if made.kv.tiers is not None:
-        hierarchy(made)._costs = Costly()
-    return made
-
-
-def prompts(seed: int = 0, count: int = 4) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(5, 90) for _ in range(LENGTH)] for _ in range(count)]
-
-
-def ask(asked: Engine, name: str, prompt: list[int]) -> tuple[list[int], int]:
-    """The greedy tokens, and how many tokens of the prompt were reused."""
-    asked.add(Request(name, Tokens(prompt), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)))
-    drawn: list[int] = []
-    num_cached = 0
-    while asked.has_work():
-        for output in asked.step():
-            drawn += output.new_token_ids
-            num_cached = max(num_cached, output.num_cached_tokens or 0)
-            assert output.error is None
-        asked.check()
-    return drawn, num_cached
-
-
-class Costly:
-    """Computing takes longer than any load: these models are so small that it would not."""
-
-    def recompute_s(self, extent: Extent) -> float:
-        return 1e9
-
-    def transfer_s(self, extent: Extent, tier: str) -> float:
-        return 0.0
-
-
-def hierarchy(asked: Engine) -> HierarchyManager:
-    assert isinstance(asked.kv.tiers, HierarchyManager)
-    return asked.kv.tiers
+def largest_neighbours(kv: torch.Tensor) -> torch.Tensor:
+    """Of each number, the largest absolute number of its group in the codec int8."""
+    num_numbers = kv.shape[1]
+    padded = torch.nn.functional.pad(kv.float().abs(), (0, -num_numbers % GROUP))
+    largest = padded.view(len(kv), -1, GROUP).amax(dim=2)
+    return largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,9 +61,33 @@ def test_the_same_tokens_after_eviction(
         for i, prompt in enumerate(prompts()):
             drawn, num_cached = ask(tiered, f"{round_}-{i}", prompt)
             assert drawn == expected[i]
-            assert num_cached == (0 if not round_ else LENGTH // BLOCK * BLOCK)
+            assert num_cached == (0 if not round_ else WHOLE)
     [state] = hierarchy(tiered).states()
     assert state.loaded > 60
+    assert not state.misses
+    tiered.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_same_tokens_in_half_precision(
+    tmp_path: Path, kind: str, dtype: str, tier: dict[str, Any]
+) -> None:
+    """The reference is a hit on the device: a prompt computed in one piece may round otherwise."""
+    save_tiny(tmp_path / "model", kind)
+    tiered = engine(tmp_path / "model", **tier, **computed_in(dtype))
+    assert tiered.backend.get_kv_schema().dtype == dtype
+    expected = []
+    for i, prompt in enumerate(prompts()):
+        ask(tiered, f"computed {i}", prompt)
+        expected.append(ask(tiered, f"on the device {i}", prompt))
+    [state] = hierarchy(tiered).states()
+    assert not state.loaded
+    for i, prompt in enumerate(prompts()):
+        assert ask(tiered, f"in the tier {i}", prompt) == expected[i]
+        assert expected[i][1] == WHOLE
+    [state] = hierarchy(tiered).states()
+    assert state.loaded == 4 * WHOLE // BLOCK
     assert not state.misses
     tiered.close()
 
@@ -107,7 +100,7 @@ def test_a_restart_hits_and_other_weights_miss(tmp_path: Path) -> None:
     first.close()
     again = engine(tmp_path / "model", **disk)
     for i, prompt in enumerate(prompts()):
-        assert ask(again, f"r{i}", prompt) == (expected[i][0], LENGTH // BLOCK * BLOCK)
+        assert ask(again, f"r{i}", prompt) == (expected[i][0], WHOLE)
     again.close()
     save_tiny(tmp_path / "other", "llama", seed=1)
     other = engine(tmp_path / "other", **disk)
@@ -115,17 +108,61 @@ def test_a_restart_hits_and_other_weights_miss(tmp_path: Path) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("codec", ["zstd", "int8"])
-def test_codecs_on_the_way_down(tmp_path: Path, codec: str) -> None:
-    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.codec": codec}
+@pytest.mark.parametrize("rounded", [True, False], ids=["rounded", "exact"])
+@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
+def test_a_folder_of_another_dtype_starts_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rounded: bool, computed: str
+) -> None:
+    """Whether weights are rounded, KV is, or both. With neither it is the same engine, which hits."""
     save_tiny(tmp_path / "model", "llama")
-    tiered = engine(tmp_path / "model", **disk)
-    expected = [ask(tiered, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
-    again = [ask(tiered, f"again {i}", prompt) for i, prompt in enumerate(prompts())]
-    assert [num_cached for _, num_cached in again] == [LENGTH // BLOCK * BLOCK] * 4
-    if codec == "zstd":
-        assert [drawn for drawn, _ in again] == expected
+    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv")}
+    settings = computed_in(computed) | {"model.dtype": "bfloat16" if rounded else "float32"}
+    is_same = computed == "float32" and not rounded
+    first = engine(tmp_path / "model", **disk, **computed_in("float32"))
+    for i, prompt in enumerate(prompts()):
+        ask(first, f"r{i}", prompt)
+    first.close()
+    other = engine(tmp_path / "model", **disk, **settings)
+    assert ("starts empty" in caplog.text) is not is_same
+    drawn = [ask(other, f"r{i}", prompt) for i, prompt in enumerate(prompts())]
+    assert [num_cached for _, num_cached in drawn] == [WHOLE if is_same else 0] * 4
+    [state] = hierarchy(other).states()
+    assert (state.loaded > 0, dict(state.misses)) == (is_same, {})
+    for i, prompt in enumerate(prompts()):
+        other.clear_cache(tiers=True)
+        assert ask(other, f"computed {i}", prompt) == (drawn[i][0], 0)
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["zstd", "int8"])
+def test_codecs_on_the_way_down(tmp_path: Path, codec: str, dtype: str, kind: str) -> None:
+    """The KV that comes back is what was stored, or as near as the codec promises.
+
+    KV has the dtype in which the model computes. There are no pools of 8-bit numbers in this engine.
+    """
+    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.codec": codec}
+    save_tiny(tmp_path / "model", kind)
+    tiered = engine(tmp_path / "model", **disk, **computed_in(dtype))
+    stored, expected = [], []
+    for i, prompt in enumerate(prompts()):
+        ask(tiered, f"computed {i}", prompt)
+        stored.append(kv_of(tiered, prompt))
+        expected.append(ask(tiered, f"on the device {i}", prompt))
+    for i, prompt in enumerate(prompts()):
+        drawn, num_cached = ask(tiered, f"in the tier {i}", prompt)
+        assert num_cached == WHOLE
+        loaded = kv_of(tiered, prompt)
+        if codec == "zstd":
+            assert drawn == expected[i][0]
+            assert torch.equal(loaded, stored[i])
+        else:
+            largest = largest_neighbours(stored[i])
+            assert ((loaded.float() - stored[i].float()).abs() <= Int8Codec.max_error * largest).all()
+            assert not torch.equal(loaded, stored[i])
     [state] = hierarchy(tiered).states()
+    assert state.loaded == 4 * WHOLE // BLOCK
     assert not state.misses
     tiered.close()
 

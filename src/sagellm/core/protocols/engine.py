@@ -171,6 +171,9 @@ class EngineCore(Protocol):
 
     def has_work(self) -> bool: ...
 
+    def idle_s(self) -> float | None:
+        """Seconds until an engine without work has some again by itself; None: never."""
+
     def stats(self) -> EngineStats: ...
 
     def diagnostics(self) -> EngineDiagnostics:

@@ -359,6 +359,12 @@ class KVTiers(Protocol):
         Infinite without any.
         """
 
+    def slowest_load_s(self, tokens: Tokens, namespace: Namespace) -> float:
+        """Seconds to load a prefix from the slowest working tier with it.
+
+        0 if none has any. A shared store does not count.
+        """
+
     def hint(self, tokens: Tokens, namespace: Namespace, hint: Hint) -> int:
         """Apply a hint to the order of eviction in each tier.
 
@@ -407,6 +413,9 @@ class KVTiers(Protocol):
     def take_tail(self, request_id: str) -> Tail | None:
         """The tail of a request, for `KVCacheManager.append_filled`; None while it is being loaded."""
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether its `request` answered HIT_PENDING, and `poll` has not named it since."""
+
     def start_loads(self) -> None:
         """Begin the loads that were requested with `start=False`."""
 
@@ -422,7 +431,8 @@ class KVTiers(Protocol):
     def give_way(self) -> bool:
         """Stop all moves, which frees their device blocks; False without any.
 
-        Waits for the chunk that each thread is copying, about a millisecond.
+        Waits for the chunk that each thread is copying. That takes the size of a chunk (8 MB, or a block that
+        is larger) over the bandwidth: 8 ms at 1 GB/s.
         """
 
     def wait(self, timeout_s: float) -> bool:

@@ -302,6 +302,10 @@ class LLM:
     def has_work(self) -> bool:
         return bool(self._undelivered) or self._engine.has_work()
 
+    def idle_s(self) -> float | None:
+        """Seconds until there is work without a call; None: never."""
+        return self._engine.idle_s()
+
     def stats(self) -> EngineStats:
         """Running, waiting, blocks by state, as of now."""
         return self._engine.stats()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from sagellm.core.errors import RequestError
+from sagellm.core.errors import BookkeepingError, RequestError
 from sagellm.core.kv_hints import (
     MAX_DURATION_S,
     HintOutcome,
@@ -21,12 +22,23 @@ from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
+from sagellm.kvmgr.manager.expected_later import ExpectedLater, Prefix, prefix_of
 from sagellm.kvmgr.manager.similar_sessions import Session, SimilarSessions
 
 EXPECTED_FOR_S = 60.0
 """A `kv.expect` that no use has ended ends after this time, so that hints cannot hold the cache."""
 MAX_EXPECTED = 1024
+LOAD_MARGIN_S = 1.0
+"""What is expected later begins to load so long before, beside the time that the load takes."""
 MIN_SIMILARITY = 0.8
+
+
+class _Expected(NamedTuple):
+    """A prefix that is evicted last until `until_s`."""
+
+    tokens: Tokens
+    namespace: Namespace
+    until_s: float
 
 
 class KVHints:
@@ -34,7 +46,7 @@ class KVHints:
 
     Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
     `tiers` have; from there, what is expected comes up. It keeps the tokens of the last `max_sessions`
-    sessions, up to `max_tokens` tokens together.
+    sessions, up to `max_tokens` tokens together; as many tokens of what is expected later.
     """
 
     def __init__(
@@ -57,7 +69,9 @@ class KVHints:
         self._num_tokens = 0
         self._now = now
         self._wanted: dict[Any, tuple[PrefixHit, int]] = {}  # of waiting requests, with how many want each
-        self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()  # with when each ends
+        self._expected: OrderedDict[Prefix, _Expected] = OrderedDict()  # the first ends first
+        self._loading: dict[Prefix, str] = {}  # of those expected, the name of the load under way
+        self._later = ExpectedLater(MAX_EXPECTED, max_tokens)
 
     def released(self, state: RequestState, *, ended: bool) -> None:
         """Remember the session of a request that has left the batch.
@@ -68,12 +82,14 @@ class KVHints:
         if request.session_id is not None:
             self.remember(request.session_id, Tokens(state.tokens), request.namespace)
         if ended and request.kv_hints is not None:
-            self.apply(request.kv_hints, request.namespace, state.tokens)
+            self.apply(request.kv_hints, request.namespace, Tokens(state.tokens))
 
     def remember(self, session_id: str, tokens: Tokens, namespace: Namespace) -> None:
         """The last request of a session is now this one, its answer included."""
         session = (namespace.tenant, session_id)
         old = self._sessions.pop(session, None)
+        if old is not None and self._later:
+            self._later.forget(prefix_of(old[0], self._namespace_of(old[1])))
         self._num_tokens += len(tokens) - (len(old[0]) if old is not None else 0)
         self._sessions[session] = (tokens, namespace)
         while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
@@ -97,7 +113,7 @@ class KVHints:
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
         """Have the hits of waiting requests evicted last, until the next call."""
-        self._end_expectations()
+        self.advance()
         wanted: dict[Any, tuple[PrefixHit, int]] = {}
         for hit in hits:
             if hit.num_blocks:
@@ -117,14 +133,27 @@ class KVHints:
         """Whether no mark is set that has to end."""
         return not self._wanted and not self._expected
 
-    # -- inside
+    @property
+    def wake_s(self) -> float:
+        """Seconds until `advance` has something to begin; infinite if it never has."""
+        return max(0.0, self._later.next_s - self._now()) if self._later else math.inf
 
-    def _hint(self, hit: PrefixHit, hint: Hint) -> int:
-        """Hint the last blocks of a hit, and the checkpoints there; returns their number."""
-        num_blocks = self._index.hint(hit, hint)
-        if self._checkpoints is not None and num_blocks:
-            self._checkpoints.hint(hit, num_blocks, hint)
-        return num_blocks
+    def advance(self) -> None:
+        """Begin what is expected soon, and end what was not used in time. Called in each step."""
+        if self._later:
+            for tokens, namespace in self._later.take_due(self._now()):
+                self._expect(tokens, namespace)
+        if self._expected:
+            self._mark_loaded()
+            self._end_expectations()
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where what is expected, now or later, does not add up."""
+        self._later.check()
+        if not self._loading.keys() <= self._expected.keys() or len(self._expected) > MAX_EXPECTED:
+            raise BookkeepingError(f"{len(self._loading)} loads for {len(self._expected)} expected prefixes")
+
+    # -- inside
 
     def _act(self, action: KVHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
         if not action.is_known:
@@ -134,6 +163,7 @@ class KVHints:
             if action.action_type == "session.describe":
                 return self._describe(action, namespace)
             hint = _hint_of(action)
+            in_s = number(action.payload, "in_s", 0, MAX_DURATION_S) if hint.expected else 0.0
             target = self._target(action, namespace, own)
         except RequestError as error:
             return HintOutcome(action.action_id, HintStatus.INVALID, reason=str(error))
@@ -142,21 +172,34 @@ class KVHints:
                 action.action_id, HintStatus.NOT_FOUND, reason="nothing is known of the target"
             )
         tokens, namespace = target[0], self._namespace_of(target[1])
-        hit = self._index.lookup(tokens, namespace)
-        num_blocks = self._hint(hit, hint)
-        if self._tiers is not None:
-            num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, hint))
-            if hint.expected:
-                self._num_prefetches += 1
-                name = f"kv.expect {self._num_prefetches}"
-                self._tiers.request(name, tokens, namespace, len(tokens), start=False, asks=False)
-        if hint.expected and hit.num_blocks:
-            self._expected.pop(hit.node, None)
-            self._expected[hit.node] = (self._now() + EXPECTED_FOR_S, hit)
-            self._end_expectations()
+        if not hint.expected:
+            if hint.expected is False:
+                self._expect_no_more(tokens, namespace)
+            num_blocks = self._apply(tokens, namespace, hint)
+        elif (wait_s := self._wait_s(tokens, namespace, in_s)) <= 0:
+            num_blocks = self._expect(tokens, namespace)
+        else:
+            num_blocks = self._expect_later(tokens, namespace, wait_s)
+            if num_blocks and prefix_of(tokens, namespace) not in self._later:
+                reason = "too much is expected before it: say so again when it is nearer"
+                return HintOutcome(action.action_id, HintStatus.INVALID, reason=reason)
         status = HintStatus.APPLIED if num_blocks else HintStatus.NOT_FOUND
         reason = "" if num_blocks else "no cached block is the target's alone"
         return HintOutcome(action.action_id, status, num_blocks, reason)
+
+    def _apply(self, tokens: Tokens, namespace: Namespace, hint: Hint) -> int:
+        """Hint a prefix on the device and in tiers; returns the larger count."""
+        num_blocks = self._hint(self._index.lookup(tokens, namespace), hint)
+        if self._tiers is not None:
+            num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, hint))
+        return num_blocks
+
+    def _hint(self, hit: PrefixHit, hint: Hint) -> int:
+        """Hint the last blocks of a hit, and the checkpoints there; returns their number."""
+        num_blocks = self._index.hint(hit, hint)
+        if self._checkpoints is not None and num_blocks:
+            self._checkpoints.hint(hit, num_blocks, hint)
+        return num_blocks
 
     def _describe(self, action: KVHintAction, namespace: Namespace) -> HintOutcome:
         session = (namespace.tenant, str(action.payload.get("session_id")))
@@ -165,15 +208,68 @@ class KVHints:
         self._similar.describe(session, action.payload.get("embedding"))
         return HintOutcome(action.action_id, HintStatus.APPLIED)
 
+    # -- what is expected
+
+    def _wait_s(self, tokens: Tokens, namespace: Namespace, in_s: float) -> float:
+        """Seconds until what is expected in `in_s` has to begin to load."""
+        if self._tiers is None or not in_s:
+            return in_s - LOAD_MARGIN_S
+        return in_s - LOAD_MARGIN_S - self._tiers.slowest_load_s(tokens, namespace)
+
+    def _expect(self, tokens: Tokens, namespace: Namespace) -> int:
+        """Have a prefix evicted last for a while, and loaded from tiers."""
+        num_blocks, prefix = self._apply(tokens, namespace, Hint(expected=True)), prefix_of(tokens, namespace)
+        self._later.forget(prefix)
+        if num_blocks:
+            self._expected.pop(prefix, None)
+            self._expected[prefix] = _Expected(tokens, namespace, self._now() + EXPECTED_FOR_S)
+            if self._tiers is not None and prefix not in self._loading:
+                self._num_prefetches += 1
+                load = self._loading[prefix] = f"kv.expect {self._num_prefetches}"
+                self._tiers.request(load, tokens, namespace, len(tokens), start=False, asks=False)
+            self._end_expectations()
+        return num_blocks
+
+    def _expect_later(self, tokens: Tokens, namespace: Namespace, wait_s: float) -> int:
+        """Expect a prefix in `wait_s` seconds, and have tiers evict it last until then."""
+        num_blocks = self._index.lookup(tokens, namespace).num_blocks
+        if self._tiers is not None:
+            num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, Hint(expected=True)))
+        if num_blocks:
+            for dropped in self._later.add(self._now() + wait_s, tokens, namespace):
+                if self._tiers is not None:
+                    self._tiers.hint(*dropped, Hint(expected=False))
+        return num_blocks
+
+    def _expect_no_more(self, tokens: Tokens, namespace: Namespace) -> None:
+        prefix = prefix_of(tokens, namespace)
+        self._later.forget(prefix)
+        self._expected.pop(prefix, None)
+        load = self._loading.pop(prefix, None)
+        if load is not None and self._tiers is not None:
+            self._tiers.cancel(load)
+
+    def _mark_loaded(self) -> None:
+        """Mark what has come from tiers since it was expected."""
+        for prefix, load in list(self._loading.items()):
+            assert self._tiers is not None
+            if not self._tiers.is_loading(load):
+                del self._loading[prefix]
+                each = self._expected[prefix]
+                self._hint(self._index.lookup(each.tokens, each.namespace), Hint(expected=True))
+
     def _end_expectations(self) -> None:
         """End expectations whose time is over, and the oldest of too many."""
         expected, now_s = self._expected, self._now()
         while expected:
-            until_s, hit = next(iter(expected.values()))
-            if until_s > now_s and len(expected) <= MAX_EXPECTED:
+            prefix, each = next(iter(expected.items()))
+            if each.until_s > now_s and len(expected) <= MAX_EXPECTED:
                 return
-            expected.popitem(last=False)
-            self._hint(hit, Hint(expected=False))
+            del expected[prefix]
+            self._loading.pop(prefix, None)
+            self._hint(self._index.lookup(each.tokens, each.namespace), Hint(expected=False))
+            if self._tiers is not None and prefix not in self._later:
+                self._tiers.hint(each.tokens, each.namespace, Hint(expected=False))
 
     def _target(
         self, action: KVHintAction, namespace: Namespace, own: Tokens | None
@@ -206,4 +302,4 @@ def _hint_of(action: KVHintAction) -> Hint:
     if action.action_type == "kv.expect":
         return Hint(expected=True)
     ended = action.action_type == "session.end"
-    return Hint(ended=ended, superseded=not ended)
+    return Hint(ended=ended, superseded=not ended, expected=False)

@@ -471,6 +471,7 @@ class KVCacheManager:
         self._tables.check(self.index)
         self._registrar.check()
         self._tails.check()
+        self.hints.check()
         if self._pages is not None:
             self._pages.check(self.index, self.pins.hits)
         if self.tiers is not None:

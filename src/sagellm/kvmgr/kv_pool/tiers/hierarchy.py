@@ -271,6 +271,10 @@ class HierarchyManager:
         tier = next(self._own_tiers(), None)
         return math.inf if tier is None else self._load_s(tier.tier, num_blocks)
 
+    def slowest_load_s(self, tokens: Tokens, namespace: Namespace) -> float:
+        held = [(tier.tier, tier.lookup(tokens, namespace).num_blocks) for tier in self._own_tiers()]
+        return max([self._load_s(tier, num_blocks) for tier, num_blocks in held if num_blocks], default=0.0)
+
     def _own_tiers(self) -> Iterator[KVTier]:
         """Tiers that work, but not the shared store."""
         return (tier for tier in self.tiers if not tier.fault and tier is not self._remote)
@@ -366,6 +370,9 @@ class HierarchyManager:
         )
         self._move_of[request_id] = 0  # until `start_loads`; ids of moves begin at 1
         self._unstarted.append((plan, load))
+
+    def is_loading(self, request_id: str) -> bool:
+        return request_id in self._move_of
 
     def start_loads(self) -> None:
         for plan, load in self._unstarted:
