@@ -29,7 +29,6 @@ from sagellm.core.files import open_regular
 from sagellm.core.types import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.kv_tiers import StoredBlock
     from sagellm.kvmgr.kv_pool.tiers.disk_reader import FolderReader
 
 STREAM = "-"
@@ -116,10 +115,11 @@ def verify(
     from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
     from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import DiskCatalogue
     from sagellm.kvmgr.kv_pool.tiers.disk_verify import verify_folder
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _owning(folder, needed=drop):
         with _reading(folder) as reader, _progress("verifying") as progress:
-            found, block_format = verify_folder(reader, _block_hash, progress), reader.format
+            found, block_format = verify_folder(reader, block_hash, progress), reader.format
         if drop and found.bad:
             with closing(DiskCatalogue(folder / CATALOGUE_FILE, block_format)) as catalogue:
                 catalogue.commit([], found.bad, {})
@@ -163,9 +163,10 @@ def export(
     tokens of prompts and answers.
     """
     from sagellm.kvmgr.kv_pool.tiers.disk_transfer import export_blocks
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _reading(folder) as reader, _written(file) as target, _progress("exporting") as progress:
-        report = export_blocks(reader, target, _block_hash, progress)
+        report = export_blocks(reader, target, block_hash, progress)
     done = f"exported {report.num_blocks:,} blocks with {as_text(report.num_bytes)}"
     print(f"{done} ({report.codec})", file=sys.stderr)
     _print_causes("left out", report.skipped, file=sys.stderr)
@@ -188,6 +189,7 @@ def import_(
     """
     from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
     from sagellm.kvmgr.kv_pool.tiers.disk_transfer import NO_ROOM, PRESENT, import_blocks
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _explained(file), _opened(file) as stream:
         source = BlockFileReader(stream, "the input" if file == STREAM else file)
@@ -197,7 +199,7 @@ def import_(
                 f"--disk-gb {disk_gb:g} holds no block of {source.format.bytes_per_block:,} bytes"
             )
         with _explained(str(folder)), _progress("importing") as progress:
-            report = import_blocks(source, folder, _block_hash, num_slots, progress)
+            report = import_blocks(source, folder, block_hash, num_slots, progress)
     print(f"imported {report.num_blocks:,} blocks with {as_text(report.num_bytes)} into {folder}")
     _print_causes("not imported", report.skipped)
     if report.skipped[NO_ROOM]:
@@ -342,14 +344,6 @@ def _digest(namespace: str) -> str:
 
 def _counts(values: Mapping[str, int], *names: str) -> list[str]:
     return [f"{values[name]:,}" for name in names]
-
-
-def _block_hash(block: StoredBlock) -> bytes:
-    from sagellm.kvmgr.prefix_cache.fingerprint import chain
-
-    if not block.tokens:
-        return b""
-    return chain(block.tokens, len(block.tokens), block.namespace, block.parent or None)[0]
 
 
 def _time(seconds: float | None) -> str:

@@ -53,7 +53,7 @@ from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
-from sagellm.kvmgr.prefix_cache.fingerprint import chain
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash, chain
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
@@ -222,7 +222,7 @@ def build_tiers(
                 tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake, quota))
             else:
                 tiers.append(KVTier(name, *books, storage, quota))
-            if num_blocks := tiers[-1].recover():
+            if num_blocks := tiers[-1].recover(block_hash):
                 log.info("the tier %s has %d blocks from before", name, num_blocks)
         arrivals = PrefixArrivals(index, pool)
         return HierarchyManager(index, arrivals, tiers, migrator, costs, block_bytes)

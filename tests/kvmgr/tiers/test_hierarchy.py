@@ -17,6 +17,7 @@ from sagellm.core.protocols.kv_tiers import ReadOutcome, StoredBlock, TierLookup
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User, content, hashes_of
 
 SPACE = Namespace()
@@ -191,7 +192,7 @@ def test_a_restart_finds_what_was_stored() -> None:
     )
     del storage.kept[lost]  # the rest of that path can no longer be reached
     second = User(8, [(Tier.NVME, storage)])
-    assert second.tiers[0].recover() == 2 + 9 * 3
+    assert second.tiers[0].recover(block_hash) == 2 + 9 * 3
     second.check()
     reused = [second.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)]
     assert reused == [5, 5, 5, 2, 5, 5, 5, 5, 5, 5]
@@ -226,7 +227,7 @@ def recovery_steps(num_shared: int) -> int:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        num_blocks = user.tiers[0].recover()
+        num_blocks = user.tiers[0].recover(block_hash)
     finally:
         sys.settrace(before)
     assert num_blocks == num_shared + 200
@@ -243,7 +244,7 @@ def test_a_restart_takes_time_linear_in_the_blocks() -> None:
 def test_after_a_restart_the_session_used_longest_ago_is_evicted_first() -> None:
     user = User(8, [(Tier.NVME, sessions_on_disk(6, num_shared=3))])
     tier = user.tiers[0]
-    assert tier.recover() == 15
+    assert tier.recover(block_hash) == 15
     for num_left in (5, 4, 3):
         tier.index.evict(2)
         lengths = [tier.lookup(prompt(name + 1, 5, shared=3), SPACE).num_blocks for name in range(6)]
@@ -342,7 +343,7 @@ def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
     block, data = storage.kept[head]
     storage.kept[head] = block._replace(parent=storage.kept[middle][0].token_hash), data
     second = User(8, [(Tier.NVME, storage)])
-    assert second.tiers[0].recover() == 2
+    assert second.tiers[0].recover(block_hash) == 2
     second.check()
     second.hierarchy.close()
 

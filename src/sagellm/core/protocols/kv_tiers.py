@@ -174,6 +174,10 @@ class StoredBlock(NamedTuple):
     used_s: float
 
 
+BlockHash: TypeAlias = Callable[[StoredBlock], bytes]
+"""The hash that a block must have: of its tokens, its parent's hash and its namespace."""
+
+
 class BlockStorage(Protocol):
     """Slots for one block each.
 

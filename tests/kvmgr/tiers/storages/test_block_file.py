@@ -16,7 +16,8 @@ from sagellm.core.protocols.kv_tiers import ReadOutcome
 from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
 from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockLink, FolderReader, depths
 from sagellm.kvmgr.kv_pool.tiers.disk_transfer import export_blocks, import_blocks
-from tests.kvmgr.tiers.storages.chained_folder import DETAILED, block_hash, make_folder, two_tenants
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from tests.kvmgr.tiers.storages.chained_folder import DETAILED, make_folder, two_tenants
 from tests.kvmgr.tiers.storages.stored_blocks import open_disk, read
 
 

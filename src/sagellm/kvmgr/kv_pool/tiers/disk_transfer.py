@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sagellm.core.errors import ConfigError, KVDataError
-from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome
+from sagellm.core.protocols.kv_tiers import BlockFormat, BlockHash, ReadOutcome
 from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader, BlockFileWriter, FileBlock
 from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE, DEFAULT_SPACE
 from sagellm.kvmgr.kv_pool.tiers.disk_blocks import RAW, verdict
 from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import CatalogueRow, DiskCatalogue
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import LOCK_FILE, OwnedFolder
-from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockHash, BlockLink, FolderReader, depths
+from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockLink, FolderReader, depths
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, Slab, aligned, aligned_buffer
 from sagellm.kvmgr.kv_pool.tiers.disk_verify import NO_PREFIX
 

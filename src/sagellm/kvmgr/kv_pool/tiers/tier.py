@@ -6,6 +6,7 @@ first block on, so a path on the device and the same path here overlap: what is 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,19 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock, TierState
+from sagellm.core.protocols.kv_tiers import (
+    Arrival,
+    BlockHash,
+    BlockStorage,
+    ReadOutcome,
+    StoredBlock,
+    TierState,
+)
 from sagellm.core.protocols.prefix_cache import IndexNode, PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
+log = logging.getLogger("sagellm.tiers")
 OWNER = "tier index"
 
 
@@ -150,14 +159,18 @@ class KVTier:
 
     # -- after a restart
 
-    def recover(self) -> int:
+    def recover(self, block_hash: BlockHash) -> int:
         """Put the blocks that survived a restart into the empty index; returns how many.
 
-        Blocks whose prefix did not survive are forgotten. Paths are inserted in the order of their last
-        use, so the one that was used longest ago is the first to be evicted. Linear in the number of blocks.
+        Blocks that do not have their `block_hash` are forgotten, and those whose prefix did not survive.
+        Paths are inserted in the order of their last use, so the one that was used longest ago is the first
+        to be evicted. Linear in the number of blocks.
         """
         stored = self.storage.recover()
-        whole, num_children = _with_whole_prefix(stored)
+        sound = [block for block in stored if self._is_sound(block, block_hash)]
+        if len(sound) < len(stored):
+            log.warning("the tier %s: dropped %d damaged rows", self.tier, len(stored) - len(sound))
+        whole, num_children = _with_whole_prefix(sound)
         ends: dict[bytes, IndexNode] = {}
         """Where an inserted path ends or branches."""
         for leaf in sorted(whole.values(), key=lambda block: block.used_s):
@@ -167,6 +180,10 @@ class KVTier:
         self.storage.forget([block.slot for block in stored if block.slot not in slots])
         self._give_slots_to_index(slots)
         return len(slots)
+
+    def _is_sound(self, block: StoredBlock, block_hash: BlockHash) -> bool:
+        num_bytes = self.index.block_size * TOKEN_BYTES
+        return len(block.tokens) == num_bytes and block_hash(block) == block.token_hash
 
     def _insert_path(
         self,
@@ -259,10 +276,7 @@ class KVTier:
 def _with_whole_prefix(
     blocks: Sequence[StoredBlock],
 ) -> tuple[dict[bytes, StoredBlock], dict[bytes, int]]:
-    """The blocks by hash whose prefix is there, and how many of these follow each that is no leaf.
-
-    Damaged rows may name each other as parents.
-    """
+    """The blocks by hash whose prefix is there, and how many of these follow each that is no leaf."""
     behind: dict[bytes, list[StoredBlock]] = {}
     for block in blocks:
         behind.setdefault(block.parent, []).append(block)
