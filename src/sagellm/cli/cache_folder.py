@@ -188,12 +188,13 @@ def import_(
     if any block of the file is bad.
     """
     from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
+    from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
     from sagellm.kvmgr.kv_pool.tiers.disk_transfer import NO_ROOM, PRESENT, import_blocks
     from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _explained(file), _opened(file) as stream:
         source = BlockFileReader(stream, "the input" if file == STREAM else file)
-        num_slots = int((disk_gb or 0) * 2**30) // source.format.bytes_per_block
+        num_slots = int((disk_gb or 0) * 2**30) // slot_bytes(source.format.bytes_per_block)
         if disk_gb and not num_slots:
             raise ConfigError(
                 f"--disk-gb {disk_gb:g} holds no block of {source.format.bytes_per_block:,} bytes"

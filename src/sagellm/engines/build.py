@@ -44,6 +44,7 @@ from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, Migrator
@@ -246,7 +247,7 @@ def _storages(
         from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 
         assert config.dir is not None
-        num_slots = _slots(config.disk_gb, block_bytes, "disk_gb")
+        num_slots = _slots(config.disk_gb, slot_bytes(block_bytes), "disk_gb")
         made[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format, codec=codec)
     if options := remote_options(config):
         num_slots = min(_slots(config.remote_gb, block_bytes, "remote_gb"), MAX_REMOTE_BLOCKS)

@@ -17,6 +17,7 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import SLAB_FILE
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from tests.tiny_models import save_tiny
 
@@ -186,6 +187,14 @@ def test_a_full_disk_is_said_once_and_served_around(
     faults = tiered.stats().tier_faults
     assert len(faults) <= 1
     assert caplog.text.count("the disk tier is off") == len(faults)
+    tiered.close()
+
+
+def test_the_slab_is_no_larger_than_its_setting(tmp_path: Path) -> None:
+    """A slot also has a header, and is rounded up to 4 KiB; these blocks are smaller."""
+    save_tiny(tmp_path / "model", "llama")
+    tiered = engine(tmp_path / "model", **{"kv.disk_gb": 0.001, "kv.dir": str(tmp_path / "kv")})
+    assert 0.9 * 0.001 * 2**30 < (tmp_path / "kv" / SLAB_FILE).stat().st_size <= 0.001 * 2**30
     tiered.close()
 
 

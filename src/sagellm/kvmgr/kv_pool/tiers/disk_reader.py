@@ -27,7 +27,7 @@ from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
 from sagellm.kvmgr.kv_pool.tiers.disk_blocks import verdict
 from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import ROWS, CatalogueRow, parse_row
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import LOCK_FILE, PrivateFolder
-from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, aligned, aligned_buffer
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, aligned_buffer, slot_bytes
 
 LOCKS = Path("/proc/locks")
 MAX_BLOCK_BYTES = 1 << 32
@@ -90,7 +90,7 @@ class FolderReader:
 
     @property
     def slot_bytes(self) -> int:
-        return ALIGNMENT + aligned(self.format.bytes_per_block)
+        return slot_bytes(self.format.bytes_per_block)
 
     def owner(self) -> str:
         """The process that uses the folder now.

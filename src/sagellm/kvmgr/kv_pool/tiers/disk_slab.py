@@ -67,7 +67,7 @@ class Slab:
     def __init__(
         self, folder: OwnedFolder, bytes_per_block: int, num_slots: int, space: FreeSpace, io: SlabIO
     ) -> None:
-        self.slot_bytes = ALIGNMENT + aligned(bytes_per_block)
+        self.slot_bytes = slot_bytes(bytes_per_block)
         self.path = folder.path / SLAB_FILE
         self.is_direct = self.is_sparse = False
         self._space = space
@@ -217,6 +217,11 @@ class Scratch:
 def aligned(num_bytes: int) -> int:
     """Rounded up to the alignment of direct I/O."""
     return cdiv(num_bytes, ALIGNMENT) * ALIGNMENT
+
+
+def slot_bytes(bytes_per_block: int) -> int:
+    """What a slot takes of the slab: the header's area, and the block rounded up."""
+    return ALIGNMENT + aligned(bytes_per_block)
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
