@@ -63,7 +63,8 @@ class StoreWorker:
         if reason:
             self._opened = OpenedStore(refusal=reason)
             return
-        folder = Path(self._settings.dir) / f"vllm-{parallel.data_parallel_index}-{rank}-of-{num_ranks}"
+        name = f"vllm-{parallel.data_parallel_index}-{rank}-of-{num_ranks}"
+        folder = Path(self._settings.dir).expanduser() / name
         self._open_storages(made, folder, num_ranks)
         self._data = data = DeviceBytes(list(rows_of(kv_caches, self._kv.num_blocks).values()))
         size = self._kv.kv_cache_groups[0].kv_cache_spec.block_size
@@ -82,8 +83,7 @@ class StoreWorker:
         for name, size in sizes.items():
             if size and not slots[name]:
                 raise ConfigError(
-                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of"
-                    f" {slot_sizes[name]:,} bytes"
+                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of {slot_sizes[name]:,} bytes"
                 )
         if settings.disk_gb:
             self._storages[Tier.NVME] = DiskStorage(folder, slots["disk_gb"], made)
