@@ -60,6 +60,9 @@ class StorageLink:
     def touch(self, slots: Iterable[int]) -> None:
         """Does nothing: each write brings its time."""
 
+    def sync(self) -> None:
+        """Does nothing: the workers forget with the next step."""
+
     def recover(self) -> Sequence[StoredBlock]:
         return self._blocks
 

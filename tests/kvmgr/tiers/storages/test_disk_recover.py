@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
+from tests.kvmgr.tiers.storages.chained_folder import BLOCK_TOKENS, DETAILED, make_folder
 from tests.kvmgr.tiers.storages.stored_blocks import (
     BLOCK_BYTES,
     FORMAT,
@@ -61,6 +67,19 @@ def test_touches_reach_the_catalogue_with_later_reads(tmp_path: Path) -> None:
         read(storage, block(0, 0))
         assert catalogue.execute(used_s).fetchall() == [(100.0,)]
     catalogue.close()
+    storage.close()
+
+
+def test_what_was_cleared_is_gone_after_kill_9(tmp_path: Path) -> None:
+    make_folder(tmp_path / "kv")
+    storage = open_disk(tmp_path / "kv", block_format=DETAILED)
+    tier = KVTier(Tier.NVME, RadixIndex(BLOCK_TOKENS), FreeListPool(16, BLOCK_TOKENS), storage)
+    assert tier.recover(block_hash) == 10
+    assert tier.clear() == 10
+    shutil.copytree(tmp_path / "kv", tmp_path / "as it was")
+    storage.close()
+    storage = open_disk(tmp_path / "as it was", block_format=DETAILED)
+    assert storage.recover() == []
     storage.close()
 
 

@@ -57,7 +57,7 @@ class DiskStorage:
     (`disk_slab.aligned_buffer`). With `verify` off, payloads are trusted and headers still checked.
 
     `touch` and `forget` change the books at once, and the catalogue later: a block that was forgotten shortly
-    before a crash may be recovered.
+    before a crash, without `sync`, may be recovered.
     """
 
     def __init__(
@@ -172,6 +172,13 @@ class DiskStorage:
             self._check_open()
             now_s = self._now_s()
             self._touched.update((slot, now_s) for slot in slots if slot in self._stored)
+
+    def sync(self) -> None:
+        if self.fault is None and (self._touched or self._forgotten):
+            try:
+                self._update_catalogue([], [])
+            except OSError as error:
+                self._fail("update", error)
 
     # -- from opening to closing
 
@@ -334,12 +341,8 @@ class DiskStorage:
             self._flushed_s = self._now_s()
 
     def _flush_if_due(self) -> None:
-        is_due = abs(self._now_s() - self._flushed_s) >= FLUSH_PERIOD_S
-        if self.fault is None and is_due and (self._touched or self._forgotten):
-            try:
-                self._update_catalogue([], [])
-            except OSError as error:
-                self._fail("update", error)
+        if abs(self._now_s() - self._flushed_s) >= FLUSH_PERIOD_S:
+            self.sync()
 
     def _fail(self, doing: str, error: OSError) -> None:
         with self._books:

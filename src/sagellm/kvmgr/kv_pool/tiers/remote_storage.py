@@ -86,6 +86,9 @@ class RemoteStorage:
     def touch(self, slots: Iterable[int]) -> None:
         """Does nothing: the server sees each use."""
 
+    def sync(self) -> None:
+        """Does nothing: see `forget`."""
+
     def recover(self) -> Sequence[StoredBlock]:
         return ()
 

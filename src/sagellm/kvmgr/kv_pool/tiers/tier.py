@@ -234,13 +234,14 @@ class KVTier:
         )
 
     def clear(self) -> int:
-        """Evict all that nothing uses; returns how many blocks."""
+        """Evict all that nothing uses; returns how many blocks. No crash brings them back."""
         before = self.num_evicted
         if self._quota is None:
             self._give_back(self.index.evict(self.index.num_evictable))
         while self.index.num_evictable:
             for account, count in self.index.evictable_by_account().items():
                 self._give_back(self.index.evict_from(account, count), account)
+        self.storage.sync()
         return self.num_evicted - before
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
