@@ -138,6 +138,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.running)
 
+    def tier_faults(self) -> Sequence[str]:
+        return ()
+
     def stats(self) -> EngineStats:
         lengths = [len(one.request.tokens) + one.num_sent for one in self.running.values()]
         active = sum(math.ceil(length / BLOCK_SIZE) for length in lengths)
