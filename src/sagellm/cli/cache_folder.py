@@ -367,7 +367,9 @@ def _written(file: str) -> Iterator[BinaryIO]:
     It is removed again if it does not become whole.
     """
     if file == STREAM:
-        yield sys.stdout.buffer
+        with _explained("standard output"):
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
         return
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -378,7 +380,7 @@ def _written(file: str) -> Iterator[BinaryIO]:
             f"cannot write {file}: {error.strerror}; name a file in a folder of yours"
         ) from error
     try:
-        with os.fdopen(fd, "wb") as target:
+        with _explained(file), os.fdopen(fd, "wb") as target:
             yield target
     except BaseException:
         Path(file).unlink()
