@@ -141,6 +141,9 @@ class ScriptedEngine:
     def idle_s(self) -> None:
         """It has nothing to do but what it is asked to."""
 
+    def tier_faults(self) -> Sequence[str]:
+        return ()
+
     def stats(self) -> EngineStats:
         lengths = [len(one.request.tokens) + one.num_sent for one in self.running.values()]
         active = sum(math.ceil(length / BLOCK_SIZE) for length in lengths)

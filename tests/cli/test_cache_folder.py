@@ -248,6 +248,30 @@ def test_a_round_trip(cli: Any, folder: Path, tmp_path: Path) -> None:
     assert "10 present" in again.output
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_export_to_a_full_disk_names_the_file(
+    cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def open_full(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        is_target = str(path) == str(tmp_path / "file")
+        if is_target:
+            real_open(path, flags, *arguments, **options)
+        return (
+            real_open("/dev/full", os.O_WRONLY)
+            if is_target
+            else real_open(path, flags, *arguments, **options)
+        )
+
+    monkeypatch.setattr(os, "open", open_full)
+    done = cli("cache", "export", str(tmp_path / "file"), "--dir", str(folder))
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'file'}: No space left" in done.output
+    assert str(folder) not in done.output
+    assert not (tmp_path / "file").exists()
+
+
 def test_a_small_folder_takes_the_paths_used_last(cli: Any, folder: Path, tmp_path: Path) -> None:
     cli("cache", "export", str(tmp_path / "file"), "--dir", str(folder))
     make_folder(tmp_path / "small", path_blocks("c", [9], slot=1, used_s=3.0), num_slots=7)
@@ -262,7 +286,7 @@ def test_a_small_folder_takes_the_paths_used_last(cli: Any, folder: Path, tmp_pa
         "cache", "import", str(tmp_path / "file"), "--dir", str(tmp_path / "small"), "--disk-gb", "0.001"
     )
     assert "imported 4 blocks" in larger.output
-    assert shown(cli, "stat", "--dir", str(tmp_path / "small"))["total_blocks"] == 131
+    assert shown(cli, "stat", "--dir", str(tmp_path / "small"))["total_blocks"] == 87
     assert shown(cli, "verify", "--dir", str(tmp_path / "small"))["blocks"] == 11
 
 

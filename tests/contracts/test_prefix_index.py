@@ -244,6 +244,23 @@ class IndexMachine(RuleBasedStateMachine):
         if self.listener is not None:
             self.listener.removed.clear()
 
+    @rule(
+        head=chains,
+        tails=st.lists(chains, min_size=1, max_size=2, unique_by=lambda tail: tuple(tail[:BLOCK])),
+    )
+    def extend(self, head: list[int], tails: list[list[int]]) -> None:
+        """A new path, and what branches from its end."""
+        head, space = [2 + self.tick, 0, *head], SPACES[self.tick % 3]
+        node = None
+        for above, piece in (([], head), *((head, tail) for tail in tails)):
+            blocks = self.fresh_blocks(len(piece) // BLOCK)
+            whole = [*above, *piece]
+            self.add(whole, space, NO_ACCOUNT, [*[-1] * (len(above) // BLOCK), *blocks])
+            made = self.index.extend(node, Tokens(piece), blocks, space)
+            node = made if node is None else node
+        with pytest.raises(BookkeepingError, match="is resident"):
+            self.index.extend(None, Tokens(head), self.fresh_blocks(len(head) // BLOCK), space)
+
     @rule(data=st.data(), limit=st.one_of(st.none(), st.integers(-1, 20)))
     def lookup(self, data: st.DataObject, limit: int | None) -> None:
         tokens, space = self.prompt(data)

@@ -323,6 +323,16 @@ def test_a_plug_in_that_breaks_fails_the_call_and_not_the_engine(
     assert live.http.get("/health").status_code == 200
 
 
+def test_health_names_tiers_that_fail_or_work_again_while_the_engine_is_idle(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[str] = []
+    monkeypatch.setattr(engine_of(live), "tier_faults", lambda: faults)
+    for now in (["remote: no answer"], []):
+        faults[:] = now
+        assert live.http.get("/health").json().get("kv_tier_faults", []) == now
+
+
 def test_metrics_do_not_need_diagnostics(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError

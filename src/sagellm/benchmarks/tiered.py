@@ -68,6 +68,9 @@ class NoBytes:
     def touch(self, slots: Iterable[int]) -> None:
         pass
 
+    def sync(self) -> None:
+        pass
+
     def recover(self) -> Sequence[StoredBlock]:
         return ()
 

@@ -29,7 +29,6 @@ from sagellm.core.files import open_regular
 from sagellm.core.types import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.kv_tiers import StoredBlock
     from sagellm.kvmgr.kv_pool.tiers.disk_reader import FolderReader
 
 STREAM = "-"
@@ -116,10 +115,11 @@ def verify(
     from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
     from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import DiskCatalogue
     from sagellm.kvmgr.kv_pool.tiers.disk_verify import verify_folder
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _owning(folder, needed=drop):
         with _reading(folder) as reader, _progress("verifying") as progress:
-            found, block_format = verify_folder(reader, _block_hash, progress), reader.format
+            found, block_format = verify_folder(reader, block_hash, progress), reader.format
         if drop and found.bad:
             with closing(DiskCatalogue(folder / CATALOGUE_FILE, block_format)) as catalogue:
                 catalogue.commit([], found.bad, {})
@@ -163,9 +163,10 @@ def export(
     tokens of prompts and answers.
     """
     from sagellm.kvmgr.kv_pool.tiers.disk_transfer import export_blocks
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _reading(folder) as reader, _written(file) as target, _progress("exporting") as progress:
-        report = export_blocks(reader, target, _block_hash, progress)
+        report = export_blocks(reader, target, block_hash, progress)
     done = f"exported {report.num_blocks:,} blocks with {as_text(report.num_bytes)}"
     print(f"{done} ({report.codec})", file=sys.stderr)
     _print_causes("left out", report.skipped, file=sys.stderr)
@@ -187,17 +188,19 @@ def import_(
     if any block of the file is bad.
     """
     from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
+    from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
     from sagellm.kvmgr.kv_pool.tiers.disk_transfer import NO_ROOM, PRESENT, import_blocks
+    from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 
     with _explained(file), _opened(file) as stream:
         source = BlockFileReader(stream, "the input" if file == STREAM else file)
-        num_slots = int((disk_gb or 0) * 2**30) // source.format.bytes_per_block
+        num_slots = int((disk_gb or 0) * 2**30) // slot_bytes(source.format.bytes_per_block)
         if disk_gb and not num_slots:
             raise ConfigError(
                 f"--disk-gb {disk_gb:g} holds no block of {source.format.bytes_per_block:,} bytes"
             )
         with _explained(str(folder)), _progress("importing") as progress:
-            report = import_blocks(source, folder, _block_hash, num_slots, progress)
+            report = import_blocks(source, folder, block_hash, num_slots, progress)
     print(f"imported {report.num_blocks:,} blocks with {as_text(report.num_bytes)} into {folder}")
     _print_causes("not imported", report.skipped)
     if report.skipped[NO_ROOM]:
@@ -344,14 +347,6 @@ def _counts(values: Mapping[str, int], *names: str) -> list[str]:
     return [f"{values[name]:,}" for name in names]
 
 
-def _block_hash(block: StoredBlock) -> bytes:
-    from sagellm.kvmgr.prefix_cache.fingerprint import chain
-
-    if not block.tokens:
-        return b""
-    return chain(block.tokens, len(block.tokens), block.namespace, block.parent or None)[0]
-
-
 def _time(seconds: float | None) -> str:
     """A time in UTC, or why there is none."""
     if seconds is None:
@@ -372,7 +367,9 @@ def _written(file: str) -> Iterator[BinaryIO]:
     It is removed again if it does not become whole.
     """
     if file == STREAM:
-        yield sys.stdout.buffer
+        with _explained("standard output"):
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
         return
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -383,7 +380,7 @@ def _written(file: str) -> Iterator[BinaryIO]:
             f"cannot write {file}: {error.strerror}; name a file in a folder of yours"
         ) from error
     try:
-        with os.fdopen(fd, "wb") as target:
+        with _explained(file), os.fdopen(fd, "wb") as target:
             yield target
     except BaseException:
         Path(file).unlink()

@@ -44,6 +44,7 @@ from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, Migrator
@@ -53,7 +54,7 @@ from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.manager import CheckpointConfig, KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
-from sagellm.kvmgr.prefix_cache.fingerprint import chain
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash, chain
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
@@ -223,7 +224,7 @@ def build_tiers(
                 tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake, quota))
             else:
                 tiers.append(KVTier(name, *books, storage, quota))
-            if num_blocks := tiers[-1].recover():
+            if num_blocks := tiers[-1].recover(block_hash):
                 log.info("the tier %s has %d blocks from before", name, num_blocks)
         arrivals = PrefixArrivals(index, pool)
         return HierarchyManager(index, arrivals, tiers, migrator, costs, block_bytes)
@@ -246,9 +247,10 @@ def _storages(
     if config.disk_gb:
         from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 
-        assert config.dir is not None
-        num_slots = _slots(config.disk_gb, block_bytes, "disk_gb")
-        made[Tier.NVME] = DiskStorage(Path(config.dir), num_slots, block_format, codec=codec)
+        folder = _folder(config)
+        assert folder is not None
+        num_slots = _slots(config.disk_gb, slot_bytes(block_bytes), "disk_gb")
+        made[Tier.NVME] = DiskStorage(folder, num_slots, block_format, codec=codec)
     if options := remote_options(config):
         num_slots = min(_slots(config.remote_gb, block_bytes, "remote_gb"), MAX_REMOTE_BLOCKS)
         store = RemoteStore(options, block_format, codec, clock=clock)
@@ -266,6 +268,32 @@ def _simulated_slots(config: KVConfig, block_bytes: int) -> dict[Tier, int]:
         (Tier.NVME, config.disk_gb, "disk_gb"),
     )
     return {tier: _slots(size, block_bytes, key) for tier, size, key in sizes if size}
+
+
+def check_folder(config: KVConfig) -> None:
+    """Raise `ConfigError` for a `kv.dir` without `kv.disk_gb`, and for a folder that cannot be used.
+
+    Makes nothing.
+    """
+    folder = _folder(config)
+    if folder is None:
+        return
+    if not config.disk_gb:
+        raise ConfigError(
+            "kv.dir is the folder of the disk tier, and there is none: give its size with kv.disk_gb, or "
+            "leave kv.dir out"
+        )
+    from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_usable
+
+    check_usable(folder)
+
+
+def _folder(config: KVConfig) -> Path | None:
+    """Of the disk tier. Raises `ConfigError` for `~` of an unknown user."""
+    try:
+        return None if config.dir is None else Path(config.dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"kv.dir {config.dir}: there is no such user, write the whole path") from error
 
 
 def remote_options(config: KVConfig) -> RemoteOptions | None:
@@ -294,8 +322,9 @@ def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
 def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> None:
     """Raise `ConfigError` if KV of such a model cannot go below the device, or a tier cannot be used.
 
-    Looks at the folder, if it is there, and at the URL of the shared store. Does nothing without tiers.
+    Looks at the folder, if it is there, and at the URL of the shared store.
     """
+    check_folder(config)
     if not config.has_tiers:
         return
     if not config.prefix_caching:
@@ -307,10 +336,6 @@ def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> Non
     if has_states:
         raise _no_tiers("recurrent states of this model are not kept below the device")
     remote_options(config)
-    if config.disk_gb and config.dir is not None and os.path.lexists(config.dir):
-        from sagellm.kvmgr.kv_pool.tiers.disk_folder import PrivateFolder
-
-        PrivateFolder(Path(config.dir)).close()
 
 
 def _no_tiers(reason: str) -> ConfigError:
@@ -470,8 +495,10 @@ def build_engine(
     """An engine around `backend`, or around the configured one. A backend with a clock of its own sets the
     engine's clock.
     """
-    remote_options(config.kv)  # its errors come before the weights load
-    backend = backend or build_backend(config, clock=clock, progress=progress)
+    if backend is None:
+        remote_options(config.kv)  # its errors, and those of the folder, come before the weights load
+        check_folder(config.kv)
+        backend = build_backend(config, clock=clock, progress=progress)
     clock = clock or getattr(backend, "clock", None)
     events = events or EventBus()
     capability = backend.capability()

@@ -224,8 +224,10 @@ class Engine:
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
         running, waiting = len(self._request_table.running), len(self._request_table.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
-        faults = () if self.kv.tiers is None else self.kv.tiers.faults()
-        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, faults)
+        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, self.tier_faults())
+
+    def tier_faults(self) -> Sequence[str]:
+        return () if self.kv.tiers is None else self.kv.tiers.faults()
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()

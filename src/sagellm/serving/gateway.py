@@ -164,8 +164,11 @@ class Gateway:
 
     @property
     def tier_faults(self) -> Sequence[str]:
-        """Tiers of the KV cache that have failed, and why."""
-        return self._loop.stats.tier_faults
+        """Tiers of the KV cache that are not used now, and why.
+
+        Not of the last step: a thread may have found since that a shared store works again.
+        """
+        return self.llm.engine.tier_faults()
 
     @property
     def attributes_misses(self) -> bool:

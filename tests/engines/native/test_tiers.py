@@ -16,6 +16,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import SLAB_FILE
 from tests.engines.native.tiered import (
     BLOCK,
     WHOLE,
@@ -255,6 +256,34 @@ def test_a_full_disk_is_said_once_and_served_around(
     assert f"[Errno {errno.ENOSPC}]" in served_around(tmp_path, full_disk / "kv", caplog, 60)
 
 
+def test_the_slab_is_no_larger_than_its_setting(tmp_path: Path) -> None:
+    """A slot also has a header, and is rounded up to 4 KiB; these blocks are smaller."""
+    save_tiny(tmp_path / "model", "llama")
+    tiered = engine(tmp_path / "model", **{"kv.disk_gb": 0.001, "kv.dir": str(tmp_path / "kv")})
+    assert 0.9 * 0.001 * 2**30 < (tmp_path / "kv" / SLAB_FILE).stat().st_size <= 0.001 * 2**30
+    tiered.close()
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    engine(tmp_path / "model", **{"kv.disk_gb": 0.01, "kv.dir": "~/cache/kv"}).close()
+    assert (tmp_path / "home" / "cache" / "kv" / SLAB_FILE).exists()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("bad", ["a file", "below a file", "a symlink", "open to others"])
+def test_a_bad_folder_is_refused_before_the_weights_load(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    name = {"a file": "file", "below a file": "file/kv", "a symlink": "link", "open to others": "open"}[bad]
+    with pytest.raises(ConfigError, match=str(tmp_path / name)):
+        engine(tmp_path / "no model", **{"kv.disk_gb": 0.01, "kv.dir": str(tmp_path / name)})
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
@@ -264,6 +293,8 @@ def test_a_full_disk_is_said_once_and_served_around(
         ("llama", {"kv.host_gb": 1e-9}, "hold no block"),
         ("llama", {"kv.disk_gb": 1.0}, "set kv.dir"),
         ("llama", {"kv.disk_gb": 1.0, "kv.dir": "kv", "kv.codec": "zip"}, "zstd"),
+        ("llama", {"kv.dir": "kv"}, "give its size with kv.disk_gb"),
+        ("llama", {"kv.disk_gb": 1.0, "kv.dir": "~nobody here/kv"}, "no such user"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(

@@ -39,11 +39,14 @@ from sagellm.core.blocks import Tier
 from sagellm.engines.vllm import register
 from sagellm.engines.vllm.store import SageStoreConnector
 from sagellm.engines.vllm.store_books import StoreBooks
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from tests.peers.vllm_driver import MODEL
 
 SIZE, HEADS, DIM, LAYERS = 4, 2, 4, ("layer.0", "layer.1")
 BLOCK_GB = 1.5 * len(LAYERS) * 2 * HEADS * SIZE * DIM * 2 / 2**30
 """Room for one block and no second one, so `n * BLOCK_GB` has room for `n` blocks at least."""
+SLOT_GB = 1.5 * slot_bytes(len(LAYERS) * 2 * HEADS * SIZE * DIM * 2) / 2**30
+"""The same on a disk."""
 
 
 def write_folder(folder: Path, seed: int = 0) -> str:

@@ -16,7 +16,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import SageError
 from sagellm.engines.vllm.store import SageStoreConnector
 from sagellm.engines.vllm.store_stats import StoreMetrics
-from tests.engines.vllm.store_world import BLOCK_GB, World, conversations, store_config, write_folder
+from tests.engines.vllm.store_world import BLOCK_GB, SLOT_GB, World, conversations, store_config, write_folder
 
 pytestmark = pytest.mark.peer
 Made = Callable[..., World]
@@ -39,7 +39,7 @@ def world(model: str, tmp_path: Path) -> Iterator[Made]:
         if host:
             settings |= {"host_gb": host * BLOCK_GB}
         if disk:
-            settings |= {"disk_gb": disk * BLOCK_GB, "dir": str(tmp_path / "kv")}
+            settings |= {"disk_gb": disk * SLOT_GB, "dir": str(tmp_path / "kv")}
         made.append(World(folder, store_config(**settings), **options))
         return made[-1]
 

@@ -146,6 +146,9 @@ class FaultyStorage:
     def touch(self, slots: Iterable[int]) -> None:
         pass
 
+    def sync(self) -> None:
+        pass
+
     def recover(self) -> list[StoredBlock]:
         return [block for block, _ in self.kept.values()]
 

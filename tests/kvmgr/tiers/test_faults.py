@@ -117,7 +117,7 @@ class AllTiers(RuleBasedStateMachine):
         self.disk.fails_to_write = False
         self.user = self._user()
         for tier in self.user.tiers:
-            tier.recover()
+            tier.recover(block_hash)
 
     @invariant()
     def books_balance(self) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import NO_USE
-from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, Tail, TierLookup
-from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
+from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, StoredBlock, Tail, TierLookup
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Namespace, Tokens
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers import hierarchy
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
-from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FaultyStorage, User
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FaultyStorage, User, content, hashes_of
+
+SPACE = Namespace()
+BLOCK_TOKENS = SIZE * TOKEN_BYTES
 
 
 def prompt(name: int, num_blocks: int, shared: int = 0) -> Tokens:
@@ -237,7 +244,7 @@ def test_a_restart_finds_what_was_stored() -> None:
     )
     del storage.kept[lost]  # the rest of that path can no longer be reached
     second = User(8, [(Tier.NVME, storage)])
-    assert second.tiers[0].recover() == 2 + 9 * 3
+    assert second.tiers[0].recover(block_hash) == 2 + 9 * 3
     second.check()
     reused = [second.serve(tokens, f"b{name}") for name, tokens in enumerate(prompts)]
     assert reused == [5, 5, 5, 2, 5, 5, 5, 5, 5, 5]
@@ -254,7 +261,7 @@ def test_what_was_used_longest_ago_is_evicted_first_after_a_restart(
 
     def started() -> User:
         user = User(num_blocks, [(Tier.NVME, DiskStorage(tmp_path, 8, BlockFormat(bytes(16), BLOCK_BYTES)))])
-        user.tiers[0].recover()
+        user.tiers[0].recover(block_hash)
         return user
 
     a, b, c = (prompt(name, 4) for name in range(3))
@@ -271,6 +278,57 @@ def test_what_was_used_longest_ago_is_evicted_first_after_a_restart(
     assert [second.tiers[0].lookup(each, Namespace()).num_blocks for each in (a, b, c)] == [4, 0, 4]
     second.check()
     second.hierarchy.close()
+
+
+def sessions_on_disk(num_sessions: int, num_shared: int, num_own: int = 2) -> FaultyStorage:
+    """What a disk has of sessions behind one system prompt; the last one was used longest ago."""
+    storage = FaultyStorage(num_shared + num_sessions * num_own)
+    for name in range(num_sessions):
+        path, parent = bytes(prompt(name + 1, num_shared + num_own, shared=num_shared).slice(0)), b""
+        for at, token_hash in enumerate(hashes_of(path, SPACE)):
+            slot = at if at < num_shared else num_shared + name * num_own + at - num_shared
+            tokens = path[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
+            block = StoredBlock(slot, token_hash, parent, SPACE, tokens, float(num_sessions - name))
+            storage.kept[slot] = block, content(token_hash)
+            parent = token_hash
+    return storage
+
+
+def recovery_steps(num_shared: int) -> int:
+    """Lines of Python that a restart of 100 sessions runs."""
+    user, num_lines = User(8, [(Tier.NVME, sessions_on_disk(100, num_shared))]), 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        num_blocks = user.tiers[0].recover(block_hash)
+    finally:
+        sys.settrace(before)
+    assert num_blocks == num_shared + 200
+    user.check()
+    user.hierarchy.close()
+    return num_lines
+
+
+def test_a_restart_takes_time_linear_in_the_blocks() -> None:
+    """Not in the sum of all prompts: these share their first blocks."""
+    assert recovery_steps(600) - recovery_steps(200) < 400 * 60
+
+
+def test_after_a_restart_the_session_used_longest_ago_is_evicted_first() -> None:
+    user = User(8, [(Tier.NVME, sessions_on_disk(6, num_shared=3))])
+    tier = user.tiers[0]
+    assert tier.recover(block_hash) == 15
+    for num_left in (5, 4, 3):
+        tier.index.evict(2)
+        lengths = [tier.lookup(prompt(name + 1, 5, shared=3), SPACE).num_blocks for name in range(6)]
+        assert lengths == [5] * num_left + [3] * (6 - num_left)
+    user.hierarchy.close()
 
 
 def test_what_a_preempted_request_has_lost_is_not_evicted() -> None:
@@ -442,7 +500,7 @@ def test_a_cycle_of_damaged_rows_ends_a_restart() -> None:
     block, data = storage.kept[head]
     storage.kept[head] = block._replace(parent=storage.kept[middle][0].token_hash), data
     second = User(8, [(Tier.NVME, storage)])
-    assert second.tiers[0].recover() == 2
+    assert second.tiers[0].recover(block_hash) == 2
     second.check()
     second.hierarchy.close()
 

@@ -261,6 +261,28 @@ def test_what_waits_to_be_put_is_bounded_and_what_is_dropped_is_put_later(server
     user.hierarchy.close()
 
 
+def test_a_late_loss_says_nothing_of_the_next_block_in_a_slot(server: FakeServer) -> None:
+    user = user_of(server)
+    server.gate.clear()
+    remote(user).answered.add("a")  # asking would wait
+    user.serve(prompt(1, 4), "a")
+    user.settle()
+    slots = set(remote(user).index.all_block_ids())
+    user.hierarchy.clear()
+    server.is_full = True
+    server.gate.set()
+    assert user.remote.flush(10.0)
+    arrival = remote(user).arrivals.begin_receive(prompt(2, 4), SPACE, 4)  # as an answer of the server does
+    assert arrival is not None
+    assert set(arrival.block_ids) == slots
+    remote(user).arrivals.publish(arrival, 4)
+    user.hierarchy.poll()
+    assert remote(user).lookup(prompt(2, 4), SPACE).num_blocks == 4
+    assert user.hierarchy.states()[0].dropped == 4
+    user.check()
+    user.hierarchy.close()
+
+
 def test_a_full_server_is_read_and_tried_again(server: FakeServer) -> None:
     user = user_of(server)
     save(user, prompt(1, 4), "before")

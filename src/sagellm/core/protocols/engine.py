@@ -176,6 +176,9 @@ class EngineCore(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def tier_faults(self) -> Sequence[str]:
+        """The KV tiers that are not used now, and why. For any thread."""
+
     def diagnostics(self) -> EngineDiagnostics:
         """Gather the diagnostics between two steps; looks at every block."""
 

@@ -186,11 +186,15 @@ class StoredBlock(NamedTuple):
     used_s: float
 
 
+BlockHash: TypeAlias = Callable[[StoredBlock], bytes]
+"""The hash that a block must have: of its tokens, its parent's hash and its namespace."""
+
+
 class BlockStorage(Protocol):
     """Slots for one block each.
 
     `write` and `read` run on worker threads, several at a time, never on one slot at once. The other methods
-    are called by the engine's thread and do not wait for a device.
+    are called by the engine's thread and, but for `sync` and `close`, do not wait for a device.
 
     Errors of the medium never raise out of `read`; `write` raises `OSError`, and the slot then holds nothing.
     """
@@ -220,6 +224,9 @@ class BlockStorage(Protocol):
 
     def touch(self, slots: Iterable[int]) -> None:
         """Blocks were used now. May reach the medium later, or not at all."""
+
+    def sync(self) -> None:
+        """Wait until what `forget` changed outlives a crash of this process."""
 
     def recover(self) -> Sequence[StoredBlock]:
         """What is there from before, to be called once, before anything else."""
@@ -324,7 +331,7 @@ class Tail(NamedTuple):
 class KVTiers(Protocol):
     """Memory below the device. For the engine's thread.
 
-    Only `hold`, `wait`, `give_way` and `close` block. `arrivals` are the device's.
+    Only `hold`, `wait`, `give_way`, `clear` and `close` block. `arrivals` are the device's.
     """
 
     @property
@@ -447,7 +454,10 @@ class KVTiers(Protocol):
     def close(self) -> None: ...
 
     def clear(self) -> int:
-        """Stop all moves, then empty all tiers; returns how many blocks were evicted."""
+        """Stop all moves, then empty all tiers; returns how many blocks were evicted.
+
+        They do not come back after a crash.
+        """
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the books disagree."""

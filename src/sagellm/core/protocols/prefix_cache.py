@@ -322,6 +322,17 @@ class PrefixReuseIndex(Protocol):
         of the tokens, whether they were there before or not. With `pin` the hit is pinned already.
         """
 
+    def extend(
+        self, above: IndexNode | None, tokens: Tokens, block_ids: Sequence[int], namespace: Namespace = ...
+    ) -> IndexNode:
+        """Register blocks behind a path, in time linear in these blocks; `insert` reads the path too.
+
+        `above`: what `extend` returned for the path, with no other call in between; None: nothing is before
+        them. `block_ids[i]` has tokens `[i * block_size, (i + 1) * block_size)`. Uses of the path are not
+        counted. Raises `BookkeepingError` for no blocks, another number of tokens, and where the first block
+        is resident behind the path.
+        """
+
     def hint(self, hit: PrefixHit, hint: Hint) -> int:
         """Apply a hint to a resident prefix; it holds until the next use. It concerns the end of the prefix
         and the blocks before it up to the last branching. Returns their number."""

@@ -121,7 +121,7 @@ class KeyedTier:
         self._num_calls = 0
         self._writing: set[bytes] = set()
         self._is_closed = False
-        self.num_recovered = self.tier.recover()
+        self.num_recovered = self.tier.recover(_row_key)
 
     @property
     def fault(self) -> str:
@@ -272,6 +272,11 @@ class KeyedTier:
     def _row(self, place: int, key: bytes, slot: int) -> StoredBlock:
         """The row of a block. After a restart, too, later blocks of a call were used before earlier ones."""
         return StoredBlock(slot, key, b"", NAMESPACE, key[:DIGEST_BYTES], self._now_s() - place * 1e-6)
+
+
+def _row_key(block: StoredBlock) -> bytes:
+    """The key of a row, if its tokens are those of the key."""
+    return block.token_hash if block.tokens == block.token_hash[:DIGEST_BYTES] else b""
 
 
 class KeyedRemote:

@@ -48,7 +48,7 @@ from sagellm.engines.sglang.hicache_format import HiCacheSettings, format_of_pag
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import OwnedFolder
-from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, aligned
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.remote import RemoteOptions, RemoteStore
 
 logger = logging.getLogger("sagellm.sglang")
@@ -255,12 +255,11 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _num_slots(self) -> int:
         """Of each pool, so that all pools together take `disk_gb`."""
-        page_bytes = [each.bytes_per_block for each in self._formats.values()]
-        slot_bytes = sum(ALIGNMENT + aligned(size) for size in page_bytes)
-        num_slots = int(self.settings.disk_gb * 2**30) // slot_bytes
+        num_bytes = sum(slot_bytes(each.bytes_per_block) for each in self._formats.values())
+        num_slots = int(self.settings.disk_gb * 2**30) // num_bytes
         if num_slots < 2:
             raise ConfigError(
-                f"{self.settings.disk_gb:g} GiB hold no two pages of {slot_bytes:,} bytes (of all pools): "
+                f"{self.settings.disk_gb:g} GiB hold no two pages of {num_bytes:,} bytes (of all pools): "
                 'raise "disk_gb"'
             )
         return num_slots

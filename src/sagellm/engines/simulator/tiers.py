@@ -50,6 +50,9 @@ class SimulatedStorage:
     def touch(self, slots: Iterable[int]) -> None:
         """Does nothing: the time of last use is for a restart."""
 
+    def sync(self) -> None:
+        """Does nothing: see `touch`."""
+
     def recover(self) -> Sequence[StoredBlock]:
         return ()
 

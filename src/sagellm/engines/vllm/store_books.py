@@ -26,6 +26,7 @@ from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 logger = logging.getLogger("vllm.sagellm")  # below "vllm": vLLM sets that logger up
@@ -58,6 +59,9 @@ class StorageLink:
 
     def touch(self, slots: Iterable[int]) -> None:
         """Does nothing: each write brings its time."""
+
+    def sync(self) -> None:
+        """Does nothing: the workers forget with the next step."""
 
     def recover(self) -> Sequence[StoredBlock]:
         return self._blocks
@@ -155,7 +159,7 @@ class StoreBooks:
         for name, num_slots in self._opened.num_slots.items():
             link = self._links[name] = StorageLink(num_slots, self._opened.blocks.get(name, ()))
             tier = KVTier(name, self._index(num_slots), FreeListPool(num_slots, self._size), link)
-            num_blocks = tier.recover()
+            num_blocks = tier.recover(block_hash)
             logger.info("sageLLM: the tier %s has %d of %d blocks from before", name, num_blocks, num_slots)
             self.tiers += (tier,)
 

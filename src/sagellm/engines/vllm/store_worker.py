@@ -16,6 +16,7 @@ from sagellm.engines.guests.settings import StoreSettings
 from sagellm.engines.vllm.store_format import DeviceBytes, block_format, refusal, rows_of
 from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreMetadata, StoreReport
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -62,7 +63,8 @@ class StoreWorker:
         if reason:
             self._opened = OpenedStore(refusal=reason)
             return
-        folder = Path(self._settings.dir) / f"vllm-{parallel.data_parallel_index}-{rank}-of-{num_ranks}"
+        name = f"vllm-{parallel.data_parallel_index}-{rank}-of-{num_ranks}"
+        folder = Path(self._settings.dir).expanduser() / name
         self._open_storages(made, folder, num_ranks)
         self._data = data = DeviceBytes(list(rows_of(kv_caches, self._kv.num_blocks).values()))
         size = self._kv.kv_cache_groups[0].kv_cache_spec.block_size
@@ -76,12 +78,12 @@ class StoreWorker:
     def _open_storages(self, made: BlockFormat, folder: Path, num_ranks: int) -> None:
         settings = self._settings
         sizes = {"host_gb": settings.host_gb, "disk_gb": settings.disk_gb}
-        slots = {name: int(size * 2**30 / num_ranks) // made.bytes_per_block for name, size in sizes.items()}
+        slot_sizes = {"host_gb": made.bytes_per_block, "disk_gb": slot_bytes(made.bytes_per_block)}
+        slots = {name: int(size * 2**30 / num_ranks) // slot_sizes[name] for name, size in sizes.items()}
         for name, size in sizes.items():
             if size and not slots[name]:
                 raise ConfigError(
-                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of"
-                    f" {made.bytes_per_block:,} bytes"
+                    f"{name}: {size:g} GiB on {num_ranks} ranks hold no block of {slot_sizes[name]:,} bytes"
                 )
         if settings.disk_gb:
             self._storages[Tier.NVME] = DiskStorage(folder, slots["disk_gb"], made)

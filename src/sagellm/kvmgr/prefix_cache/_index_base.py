@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic
 
 from sagellm.core.clock import Clock, MonotonicClock
@@ -135,6 +135,13 @@ class IndexBase(ABC, Generic[ExtentType]):
         self._unpin(last)
         if use is not NO_USE and last.share.listener is not None:
             last.share.listener.used(last)
+
+    def _check_extension(self, data: bytes, block_ids: Sequence[int], *, is_there: bool) -> None:
+        """Raise `BookkeepingError` for what `extend` does not take."""
+        if not block_ids or len(data) != len(block_ids) * self._block_bytes:
+            raise BookkeepingError(f"{len(data) // TOKEN_BYTES} tokens for {len(block_ids)} blocks")
+        if is_there:
+            raise BookkeepingError("an extension whose first block is resident: insert the whole path")
 
     def _touch(self, extent: ExtentType) -> None:
         """Set the time of last use."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from sagellm.core.protocols.kv_tiers import StoredBlock
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
 HASH_BYTES = 32
@@ -28,6 +29,13 @@ def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | N
         parent = blake2b(parent + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
+
+
+def block_hash(block: StoredBlock) -> bytes:
+    """The hash that a stored block must have by its tokens, parent and namespace; empty without tokens."""
+    if not block.tokens:
+        return b""
+    return chain(block.tokens, len(block.tokens), block.namespace, block.parent or None)[0]
 
 
 def fingerprint(tokens: Tokens, block_size: int, namespace: Namespace = Namespace()) -> list[bytes]:

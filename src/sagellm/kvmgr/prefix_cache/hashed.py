@@ -17,7 +17,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored
 from sagellm.core.protocols.eviction import EvictionPolicy, Extent, PolicyFactory
-from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
+from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._extents import AccountShare, CachedExtent, EvictableLeaves, Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
@@ -253,7 +253,7 @@ class HashedIndex(IndexBase[BlockRecord]):
             path.append(self._records.add(parent, block, ids[position], namespace, share))
         self._retain(path, retention)
         if existing < len(path):
-            self._enter(path, existing)
+            self._enter(path[existing:])
         last = path[-1] if path else None
         if pin and last is not None:
             self._pin(last, len(path))
@@ -265,23 +265,44 @@ class HashedIndex(IndexBase[BlockRecord]):
             self._leaves.add(path[-1])
         return InsertResult(existing, self._hit(tokens, namespace, last, len(path)))
 
-    def _enter(self, path: Sequence[BlockRecord], existing: int) -> None:
-        """Set the time of use of the new records, and report them as stored."""
+    def extend(
+        self,
+        above: IndexNode | None,
+        tokens: Tokens,
+        block_ids: Sequence[int],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> BlockRecord:
+        last = above if isinstance(above, BlockRecord) else None
+        data, ids = tokens.tobytes(), array("i", block_ids)
+        first = data[: self._block_bytes]
+        self._check_extension(data, ids, is_there=self._records.find(first, last, namespace) is not None)
+        self._records.check_new(ids, ())
+        new: list[BlockRecord] = []
+        for number, block_id in enumerate(ids):
+            block = data[number * self._block_bytes : (number + 1) * self._block_bytes]
+            last = self._records.add(last, block, block_id, namespace, self._leaves.default_share)
+            last.num_uses = 1
+            new.append(last)
+        self._enter(new)
+        self._leaves.add(new[-1])
+        return new[-1]
+
+    def _enter(self, new: Sequence[BlockRecord]) -> None:
+        """Set the time of use of the new records of a path, and report them as stored."""
         self._num_touches += 1
-        now = self._clock.now()
-        new = path[existing:]
+        now, above = self._clock.now(), new[0].parent
         for record in new:
             record.last_use, record.used_s = self._num_touches, now
             self._ghosts.discard(record.hash)
-        if existing:
-            self._leaves.discard(path[existing - 1])
+        if above is not None:
+            self._leaves.discard(above)
         if self._events.wants(BlocksStored):
             self._events.emit(
                 BlocksStored(
                     block_ids=tuple(record.block_id for record in new),
-                    num_tokens_before=existing * self.block_size,
+                    num_tokens_before=new[0].first_position * self.block_size,
                     hashes=tuple(record.hash for record in new),
-                    parent_hash=path[existing - 1].hash if existing else None,
+                    parent_hash=None if above is None else above.hash,
                     tokens=b"".join(record.data for record in new),
                     namespace=new[0].namespace,
                 )

@@ -132,12 +132,7 @@ class RadixIndex(IndexBase[Node]):
             share = self._leaves.share(account)
             if node.end_block > existing:
                 node = self.tree.split(node, existing - node.first_position)
-            ids = block_ids[existing:]
-            blocks: BlockIds = ids if isinstance(ids, array) else array("i", ids)
-            node = self.tree.add_child(node, data[existing * block_bytes : end], blocks, share)
-            self._touch(node)
-            if self._events.wants(BlocksStored):
-                self._events.emit(self._stored(node))
+            node = self._grow(node, data[existing * block_bytes : end], block_ids[existing:], share)
         last = self._pin(node, total) if pin and total else node
         hit = self._hit(tokens, namespace, last, total)
         if pin:
@@ -149,6 +144,30 @@ class RadixIndex(IndexBase[Node]):
         for bias in retention:
             self._retain(hit, bias)
         return InsertResult(existing, hit)
+
+    def extend(
+        self,
+        above: IndexNode | None,
+        tokens: Tokens,
+        block_ids: Sequence[int],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> Node:
+        edge = tokens.tobytes()
+        parent = above if isinstance(above, Node) else self.tree.root(namespace)
+        self._check_extension(edge, block_ids, is_there=edge[: self._block_bytes] in parent.children)
+        node = self._grow(parent, edge, block_ids, self._leaves.default_share)
+        node.num_uses = 1
+        self._leaves.add(node)
+        return node
+
+    def _grow(self, parent: Node, edge: bytes, block_ids: Sequence[int], share: AccountShare) -> Node:
+        """A new node below `parent`, used now. The caller pins it or adds it to the evictable leaves."""
+        blocks: BlockIds = block_ids if isinstance(block_ids, array) else array("i", block_ids)
+        node = self.tree.add_child(parent, edge, blocks, share)
+        self._touch(node)
+        if self._events.wants(BlocksStored):
+            self._events.emit(self._stored(node))
+        return node
 
     def retract(self, result: InsertResult) -> None:
         hit, existing = result.hit, result.num_existing

@@ -15,10 +15,6 @@ BLOCK_TOKENS = 4
 DETAILED = BlockFormat(b"weights of tests", BLOCK_BYTES, {"dtype": "float32", "block_size": "4"})
 
 
-def block_hash(block: StoredBlock) -> bytes:
-    return chain(block.tokens, len(block.tokens), block.namespace, block.parent or None)[0]
-
-
 def path_blocks(tenant: str, numbers: Sequence[int], slot: int = 0, used_s: float = 1.0) -> list[StoredBlock]:
     """A path with a block for each number, in adjacent slots."""
     namespace = Namespace(tenant, "model", "", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import random
 from contextlib import closing
 from pathlib import Path
@@ -13,11 +15,14 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import ReadOutcome
+from sagellm.kvmgr.kv_pool.tiers import disk_transfer
 from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
 from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockLink, FolderReader, depths
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, FreeSpace
 from sagellm.kvmgr.kv_pool.tiers.disk_transfer import export_blocks, import_blocks
-from tests.kvmgr.tiers.storages.chained_folder import DETAILED, block_hash, make_folder, two_tenants
-from tests.kvmgr.tiers.storages.stored_blocks import open_disk, read
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from tests.kvmgr.tiers.storages.chained_folder import DETAILED, make_folder, path_blocks, two_tenants
+from tests.kvmgr.tiers.storages.stored_blocks import BLOCK_BYTES, open_disk, read
 
 
 def exported(folder: Path) -> bytes:
@@ -28,7 +33,7 @@ def exported(folder: Path) -> bytes:
     return file.getvalue()
 
 
-def imported(data: bytes, folder: Path) -> int:
+def imported(data: bytes, folder: Path, num_slots: int = 16) -> int:
     """How many blocks a new folder has after an import; each is one of those that were exported."""
     error = None
     try:
@@ -40,7 +45,7 @@ def imported(data: bytes, folder: Path) -> int:
         return 0
     with closing(FolderReader(folder)) as reader:
         block_format = reader.format
-    storage = open_disk(folder, 16, block_format=block_format)
+    storage = open_disk(folder, num_slots, block_format=block_format)
     blocks = storage.recover()
     known = {(block.token_hash, block.parent, block.tokens, block.namespace) for block in two_tenants()}
     assert {(block.token_hash, block.parent, block.tokens, block.namespace) for block in blocks} <= known
@@ -103,6 +108,55 @@ def test_a_file_that_claims_more_memory_than_there_is(tmp_path: Path) -> None:
         BlockFileReader(io.BytesIO(data[:8] + len(head).to_bytes(4, "little") + head), "file")
     with pytest.raises(KVDataError, match="is damaged"):
         BlockFileReader(io.BytesIO(data[:8] + b"\xff" * 4), "file")
+
+
+@pytest.mark.parametrize(("claimed", "num_slots"), [(10, 10), (10**12, 12), (4, 4)])
+def test_a_new_folder_grows_with_the_blocks_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: int, num_slots: int
+) -> None:
+    """Whatever the head of the file says."""
+    slot_bytes = ALIGNMENT + BLOCK_BYTES
+    monkeypatch.setattr(disk_transfer, "GROWTH_BYTES", 3 * slot_bytes)
+    data = exported(tmp_path / "kv")
+    head_bytes = int.from_bytes(data[8:12], "little")
+    head = data[12 : 12 + head_bytes].replace(b'"num_blocks": 10', b'"num_blocks": %d' % claimed)
+    data = data[:8] + len(head).to_bytes(4, "little") + head + data[12 + head_bytes :]
+    assert imported(data, tmp_path / "new", num_slots) == min(claimed, 10)
+    assert (tmp_path / "new" / SLAB_FILE).stat().st_size == num_slots * slot_bytes
+
+
+def test_a_full_disk_ends_the_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot_bytes = ALIGNMENT + BLOCK_BYTES
+    monkeypatch.setattr(disk_transfer, "GROWTH_BYTES", 3 * slot_bytes)
+    data = exported(tmp_path / "kv")
+
+    def usable(self: FreeSpace, fd: int) -> int:
+        return 4 * slot_bytes - os.fstat(fd).st_size
+
+    monkeypatch.setattr(FreeSpace, "usable", usable)
+    report = import_blocks(BlockFileReader(io.BytesIO(data), "file"), tmp_path / "new", block_hash)
+    assert report.num_blocks == 4
+    assert report.skipped[disk_transfer.NO_ROOM] == 6
+
+
+def test_an_import_on_a_full_disk_cuts_no_stored_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system preallocates no space, most of the slab may have none."""
+
+    def unsupported(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    data = exported(tmp_path / "kv")
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    there = make_folder(tmp_path / "sparse", path_blocks("c", [9], slot=15))
+    monkeypatch.setattr(FreeSpace, "usable", lambda self, fd: 0)
+    with pytest.raises(OSError, match="free space"):
+        import_blocks(BlockFileReader(io.BytesIO(data), "file"), tmp_path / "sparse", block_hash)
+    storage = open_disk(tmp_path / "sparse", 16, block_format=DETAILED)
+    assert storage.recover() == there
+    assert read(storage, *there) == [ReadOutcome.OK]
+    storage.close()
 
 
 def _naive_depth(links: dict[bytes, BlockLink], token_hash: bytes) -> int:

@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
+from tests.kvmgr.tiers.storages.chained_folder import BLOCK_TOKENS, DETAILED, make_folder
 from tests.kvmgr.tiers.storages.stored_blocks import (
     BLOCK_BYTES,
     FORMAT,
@@ -64,6 +70,19 @@ def test_touches_reach_the_catalogue_with_later_reads(tmp_path: Path) -> None:
     storage.close()
 
 
+def test_what_was_cleared_is_gone_after_kill_9(tmp_path: Path) -> None:
+    make_folder(tmp_path / "kv")
+    storage = open_disk(tmp_path / "kv", block_format=DETAILED)
+    tier = KVTier(Tier.NVME, RadixIndex(BLOCK_TOKENS), FreeListPool(16, BLOCK_TOKENS), storage)
+    assert tier.recover(block_hash) == 10
+    assert tier.clear() == 10
+    shutil.copytree(tmp_path / "kv", tmp_path / "as it was")
+    storage.close()
+    storage = open_disk(tmp_path / "as it was", block_format=DETAILED)
+    assert storage.recover() == []
+    storage.close()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -100,7 +119,7 @@ def test_an_older_version_resets_the_slab(tmp_path: Path, caplog: pytest.LogCapt
     storage.close()
 
 
-@pytest.mark.parametrize("damage", ["no database", "other tables", "no rows", "wild row"])
+@pytest.mark.parametrize("damage", ["no database", "other tables", "no rows"])
 def test_a_damaged_catalogue_starts_empty(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +133,6 @@ def test_a_damaged_catalogue_starts_empty(
         statement = {
             "other tables": "ALTER TABLE format DROP COLUMN digest",
             "no rows": "DELETE FROM format",
-            "wild row": "UPDATE blocks SET namespace = '[1' WHERE slot = 1",
         }[damage]
         with sqlite3.connect(tmp_path / CATALOGUE_FILE) as catalogue:
             catalogue.execute(statement)
@@ -128,6 +146,34 @@ def test_a_damaged_catalogue_starts_empty(
     assert read(storage, block(0, 7)) == [OK]
     storage.close()
     assert (tmp_path / CATALOGUE_FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "token_hash = NULL", "token_hash = 'text'", "parent = 5", "parent = NULL", "namespace = NULL",
+        "namespace = '[1'", "namespace = x'ff'", "namespace = CAST(x'5b22ff225d' AS TEXT)",
+        """namespace = '["\\ud800", "", "", ""]'""", "tokens = NULL", "tokens = 'text'", "used_s = NULL",
+        "used_s = 'text'", "used_s = 1e999", "num_bytes = NULL", "num_bytes = 0.5",
+        "num_bytes = 'text'", "num_bytes = -1",
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_dropped_and_no_other(tmp_path: Path, damage: str) -> None:
+    storage = open_disk(tmp_path)
+    storage.recover()
+    write(storage, block(0, 0), block(1, 1))
+    storage.close()
+    with sqlite3.connect(tmp_path / CATALOGUE_FILE) as catalogue:
+        catalogue.execute(f"UPDATE blocks SET {damage} WHERE slot = 1")
+    catalogue.close()
+    storage = open_disk(tmp_path)
+    assert list(storage.recover()) == [block(0, 0)]
+    storage.check()
+    write(storage, block(1, 2))
+    storage = reopened(storage, tmp_path)
+    assert read(storage, block(0, 0), block(1, 2)) == [OK, OK]
+    storage.check()
+    storage.close()
 
 
 def test_rows_that_cannot_be_right_are_dropped(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader
 from sagellm.kvmgr.kv_pool.tiers.disk_reader import FolderReader
 from sagellm.kvmgr.kv_pool.tiers.disk_transfer import export_blocks
 from sagellm.kvmgr.kv_pool.tiers.disk_verify import verify_folder
-from tests.kvmgr.tiers.storages.chained_folder import DETAILED, block_hash, path_blocks
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from tests.kvmgr.tiers.storages.chained_folder import DETAILED, path_blocks
 from tests.kvmgr.tiers.storages.stored_blocks import open_disk, payload, write
 
 

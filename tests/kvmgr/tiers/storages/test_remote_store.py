@@ -448,6 +448,24 @@ def test_a_full_small_server(server: RespServer, make: Made) -> None:
     assert "maxmemory" in str(store.write_fault)
 
 
+@pytest.mark.parametrize("left", ["present", "over budget"])
+def test_a_write_probe_without_a_block_to_send_ends(server: RespServer, make: Made, left: str) -> None:
+    clock = ManualClock()
+    most = 2 * (SIZE + HEADER_BYTES)
+    store = make(server.url, clock=clock, first_backoff_s=1.0, max_put_bytes=most, ttl_s=1000.0)
+    put(store, HASHES[:1])
+    server.refuse_writes = True
+    put(store, HASHES[1:2])
+    asked = HASHES[:1] if left == "present" else HASHES[2:3]
+    for works in (False, True):
+        server.refuse_writes = not works
+        clock.advance(10.0)
+        assert put(store, asked) == [PutOutcome.PRESENT if left == "present" else PutOutcome.OVER_BUDGET]
+        assert bool(store.write_fault) is not works
+    assert store.takes_blocks
+    assert not any(value == b"" for value, ends_s in server.data.values() if ends_s > clock.now() + 0.001)
+
+
 def test_the_size_limit(server: RespServer, make: Made) -> None:
     clock = ManualClock()
     limit = 600 * (SIZE + HEADER_BYTES)

@@ -57,7 +57,7 @@ class DiskStorage:
     (`disk_slab.aligned_buffer`). With `verify` off, payloads are trusted and headers still checked.
 
     `touch` and `forget` change the books at once, and the catalogue later: a block that was forgotten shortly
-    before a crash may be recovered.
+    before a crash, without `sync`, may be recovered.
     """
 
     def __init__(
@@ -171,6 +171,13 @@ class DiskStorage:
         with self._books:
             self._check_open()
             self._touched.update(dict.fromkeys(filter(self._stored.__contains__, slots), self._now_s()))
+
+    def sync(self) -> None:
+        if self.fault is None and (self._touched or self._forgotten):
+            try:
+                self._update_catalogue([], [])
+            except OSError as error:
+                self._fail("update", error)
 
     # -- from opening to closing
 
@@ -333,12 +340,8 @@ class DiskStorage:
             self._flushed_s = self._now_s()
 
     def _flush_if_due(self) -> None:
-        is_due = abs(self._now_s() - self._flushed_s) >= FLUSH_PERIOD_S
-        if self.fault is None and is_due and (self._touched or self._forgotten):
-            try:
-                self._update_catalogue([], [])
-            except OSError as error:
-                self._fail("update", error)
+        if abs(self._now_s() - self._flushed_s) >= FLUSH_PERIOD_S:
+            self.sync()
 
     def _fail(self, doing: str, error: OSError) -> None:
         with self._books:

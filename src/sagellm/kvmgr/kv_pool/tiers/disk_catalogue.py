@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat, StoredBlock
 from sagellm.core.types import Namespace
 
+log = logging.getLogger("sagellm.kv_tiers")
 _SCHEMA = (
     "CREATE TABLE format (version INTEGER, digest BLOB, bytes_per_block INTEGER, codec TEXT, slots INTEGER)",
     """CREATE TABLE blocks (slot INTEGER PRIMARY KEY, token_hash BLOB, parent BLOB, namespace TEXT,
@@ -20,9 +25,11 @@ _SCHEMA = (
 )
 _DETAILS = "CREATE TABLE IF NOT EXISTS format_details (name TEXT, value TEXT)"
 """What the digest of the format is of, for people; the first catalogues had no such table."""
+ROWS = "SELECT slot, token_hash, parent, namespace, tokens, used_s, num_bytes FROM blocks"
+"""The arguments of `parse_row`."""
 _PAGES_PER_CHECKPOINT = 4000
 """Each checkpoint waits for the disk: a commit takes half as long on average as with 1000."""
-_UNUSABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+_UNUSABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG}
 """A damaged file, no database, or tables of another form: the catalogue starts anew."""
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -58,25 +65,20 @@ class DiskCatalogue:
             self._db = self._open()
 
     def rows(self) -> list[CatalogueRow]:
-        """All rows, those used last first. None, and an empty catalogue, where it is damaged."""
-        query = "SELECT slot, token_hash, parent, namespace, tokens, used_s, num_bytes FROM blocks"
+        """All rows, those used last first. Rows with wrong types are deleted.
+
+        None, and an empty catalogue, where it is damaged as a whole.
+        """
         with _as_os_error(self._path):
             try:
-                rows = [
-                    CatalogueRow(
-                        StoredBlock(slot, token_hash, parent, parse_namespace(text), *rest), num_bytes
-                    )
-                    for slot, token_hash, parent, text, *rest, num_bytes in self._db.execute(
-                        f"{query} ORDER BY used_s DESC, slot"
-                    )
-                ]
-            except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+                rows = self._sound_rows()
+            except (sqlite3.DatabaseError, ValueError) as error:
                 if not _is_unusable(error):
                     raise
                 self._start_anew(f"its catalogue is damaged ({error})")
                 rows = []
         self.slots_with_row = {row.block.slot for row in rows}
-        return rows
+        return sorted(rows, key=lambda row: (-row.block.used_s, row.block.slot))
 
     def set_format(self, codec: str, num_slots: int) -> None:
         with _as_os_error(self._path), self._transaction():
@@ -121,6 +123,20 @@ class DiskCatalogue:
 
     # -- inside
 
+    def _sound_rows(self) -> list[CatalogueRow]:
+        """Rows by slot. Raises `ValueError` where SQLite would not find a row by its slot."""
+        found = self._db.execute(f"{ROWS} ORDER BY slot").fetchall()
+        slots = [values[0] for values in found]
+        if any(slot >= after for slot, after in pairwise(slots)):
+            raise ValueError("its rows are not in order")
+        rows = [parse_row(*values) for values in found]
+        if None in rows:
+            damaged = [slot for slot, row in zip(slots, rows, strict=True) if row is None]
+            log.warning("%s: dropped %d damaged rows", self._path, len(damaged))
+            with self._transaction():
+                self._db.executemany("DELETE FROM blocks WHERE slot = ?", ((slot,) for slot in damaged))
+        return [row for row in rows if row is not None]
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
@@ -147,7 +163,9 @@ class DiskCatalogue:
         return self._anew(reason)
 
     def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        db.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")  # damaged text is none
+        return db
 
     def _mismatch(self, db: sqlite3.Connection) -> str:
         """How the blocks of this catalogue differ from ours; empty where they do not. Makes the tables."""
@@ -205,6 +223,23 @@ def _is_unusable(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNUSABLE
 
 
+def parse_row(
+    slot: int, token_hash: Any, parent: Any, namespace: Any, tokens: Any, used_s: Any, num_bytes: Any
+) -> CatalogueRow | None:
+    """The values of a row; None where their types are wrong or they make no sense."""
+    values = token_hash, parent, namespace, tokens, used_s, num_bytes
+    if not token_hash or tuple(map(type, values)) != (bytes, bytes, str, bytes, float, int):
+        return None
+    if not math.isfinite(used_s):
+        return None
+    try:
+        block = StoredBlock(slot, token_hash, parent, parse_namespace(namespace), tokens, used_s)
+    except ValueError:
+        return None
+    return CatalogueRow(block, num_bytes)
+
+
+@lru_cache(1024)
 def parse_namespace(text: str) -> Namespace:
     """The namespace in a row. Raises `ValueError` for any other text."""
     try:
@@ -213,6 +248,7 @@ def parse_namespace(text: str) -> Namespace:
         raise ValueError("no namespace") from error
     if not isinstance(names, list) or [type(name) for name in names] != [str] * len(Namespace._fields):
         raise ValueError("no namespace")
+    "".join(names).encode()  # raises for parts of a character
     return Namespace(*names)
 
 

@@ -10,10 +10,10 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from sagellm.core.errors import ConfigError, KVDataError
 from sagellm.core.protocols.kv_tiers import (
@@ -22,20 +22,16 @@ from sagellm.core.protocols.kv_tiers import (
     BlockFormat,
     BlockHeader,
     ReadOutcome,
-    StoredBlock,
 )
 from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE
 from sagellm.kvmgr.kv_pool.tiers.disk_blocks import verdict
-from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import CatalogueRow, parse_namespace
+from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import ROWS, CatalogueRow, parse_row
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import LOCK_FILE, PrivateFolder
-from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, aligned, aligned_buffer
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, SLAB_FILE, aligned_buffer, slot_bytes
 
-BlockHash: TypeAlias = Callable[[StoredBlock], bytes]
-"""The hash that a block must have: of its tokens, its parent's hash and its namespace."""
 LOCKS = Path("/proc/locks")
 MAX_BLOCK_BYTES = 1 << 32
 _PAGE_ROWS = 256
-_ROWS = "SELECT slot, token_hash, parent, namespace, tokens, used_s, num_bytes FROM blocks"
 _MOST_ATTEMPTS = 3
 _NO_BLOCKS = "holds no KV blocks: name the kv.dir of a server that has kv.disk_gb"
 _NO_HEADER = bytes(ALIGNMENT)
@@ -94,7 +90,7 @@ class FolderReader:
 
     @property
     def slot_bytes(self) -> int:
-        return ALIGNMENT + aligned(self.format.bytes_per_block)
+        return slot_bytes(self.format.bytes_per_block)
 
     def owner(self) -> str:
         """The process that uses the folder now.
@@ -122,15 +118,15 @@ class FolderReader:
         Each page of rows is a query of its own, so a server is not held up.
         """
         last = -(1 << 62)
-        while page := self._query(f"{_ROWS} WHERE slot > ? ORDER BY slot LIMIT ?", last, _PAGE_ROWS):
+        while page := self._query(f"{ROWS} WHERE slot > ? ORDER BY slot LIMIT ?", last, _PAGE_ROWS):
             for values in page:
                 last = values[0]
-                yield last, _row(*values)
+                yield last, parse_row(*values)
 
     def row(self, slot: int) -> CatalogueRow | None:
         """The row of a slot now; None for none."""
-        found = self._query(f"{_ROWS} WHERE slot = ?", slot)
-        return _row(*found[0]) if found else None
+        found = self._query(f"{ROWS} WHERE slot = ?", slot)
+        return parse_row(*found[0]) if found else None
 
     def num_rows(self) -> int:
         """Slots that hold a block."""
@@ -265,19 +261,6 @@ class FolderReader:
             f"{self.path / CATALOGUE_FILE} is no catalogue of KV blocks that can be read ({reason}): empty "
             f"the folder with `sagellm cache clear --dir {self.path}`"
         )
-
-
-def _row(
-    slot: int, token_hash: Any, parent: Any, namespace: Any, tokens: Any, used_s: Any, num_bytes: Any
-) -> CatalogueRow | None:
-    values = token_hash, parent, namespace, tokens, used_s, num_bytes
-    if not token_hash or tuple(map(type, values)) != (bytes, bytes, str, bytes, float, int):
-        return None
-    try:
-        block = StoredBlock(slot, token_hash, parent, parse_namespace(namespace), tokens, used_s)
-    except ValueError:
-        return None
-    return CatalogueRow(block, num_bytes)
 
 
 def depths(links: Mapping[bytes, BlockLink]) -> dict[bytes, int]:

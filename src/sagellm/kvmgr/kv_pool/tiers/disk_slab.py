@@ -59,15 +59,15 @@ class Slab:
     """Owns the slab file from its constructor until `close`.
 
     A slot is an aligned area for the header and the payload padded to `ALIGNMENT`. `num_slots` is what was
-    asked for, or less if the free space allows no more; `num_found` slots were there before. `is_direct`:
-    reads and writes bypass the page cache, and need aligned memory. `is_sparse`: space is taken when a slot
-    is first written, so a write checks the free space.
+    asked for, or less if the free space allows no more, but never for that reason less than `num_found`, the
+    slots that were there before. `is_direct`: reads and writes bypass the page cache, and need aligned
+    memory. `is_sparse`: space is taken when a slot is first written, so a write checks the free space.
     """
 
     def __init__(
         self, folder: OwnedFolder, bytes_per_block: int, num_slots: int, space: FreeSpace, io: SlabIO
     ) -> None:
-        self.slot_bytes = ALIGNMENT + aligned(bytes_per_block)
+        self.slot_bytes = slot_bytes(bytes_per_block)
         self.path = folder.path / SLAB_FILE
         self.is_direct = self.is_sparse = False
         self._space = space
@@ -91,6 +91,11 @@ class Slab:
         """All slots are empty again; their space is taken anew."""
         os.ftruncate(self._fd, 0)
         self.num_found = 0
+        self._allocate()
+
+    def grow(self, num_slots: int) -> None:
+        """Have so many slots, or fewer if the free space allows no more."""
+        self.num_slots = max(self.num_slots, self._affordable(num_slots))
         self._allocate()
 
     def read(self, slot: int, buffers: Sequence[memoryview]) -> int:
@@ -129,11 +134,13 @@ class Slab:
         return fd
 
     def _affordable(self, num_slots: int) -> int:
-        """Slots for which there is room beside the free space that is kept."""
+        """Slots for which there is room beside the free space that is kept, and those that are there."""
         status = os.fstat(self._fd)
         taken = min(status.st_blocks * 512, status.st_size)
         usable = self._space.usable(self._fd)
-        most = (taken + max(0, usable)) // self.slot_bytes
+        room = (taken + max(0, usable)) // self.slot_bytes
+        most = max(room, self.num_found)
+        self.is_sparse |= room < min(num_slots, self.num_found)  # some of these have no space yet
         if most < 1:
             raise ConfigError(
                 f"{self.path}: no room for one block of {self.slot_bytes} bytes beside the space that is "
@@ -149,8 +156,9 @@ class Slab:
         size = self.num_slots * self.slot_bytes
         before = self.num_bytes
         try:
-            # With O_DIRECT the C library cannot imitate this by writing to each page, which takes minutes.
-            os.posix_fallocate(self._fd, 0, size)
+            if not self.is_sparse:
+                # With O_DIRECT the C library cannot imitate this by writing to each page, for minutes.
+                os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             os.ftruncate(self._fd, before)
             if error.errno not in _NOT_SUPPORTED:
@@ -217,6 +225,11 @@ class Scratch:
 def aligned(num_bytes: int) -> int:
     """Rounded up to the alignment of direct I/O."""
     return cdiv(num_bytes, ALIGNMENT) * ALIGNMENT
+
+
+def slot_bytes(bytes_per_block: int) -> int:
+    """What a slot takes of the slab: the header's area, and the block rounded up."""
+    return ALIGNMENT + aligned(bytes_per_block)
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sagellm.core.errors import ConfigError, KVDataError
-from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome
+from sagellm.core.protocols.kv_tiers import BlockFormat, BlockHash, ReadOutcome
 from sagellm.kvmgr.kv_pool.tiers.block_file import BlockFileReader, BlockFileWriter, FileBlock
 from sagellm.kvmgr.kv_pool.tiers.disk import CATALOGUE_FILE, DEFAULT_SPACE
 from sagellm.kvmgr.kv_pool.tiers.disk_blocks import RAW, verdict
 from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import CatalogueRow, DiskCatalogue
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import LOCK_FILE, OwnedFolder
-from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockHash, BlockLink, FolderReader, depths
-from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, Slab, aligned, aligned_buffer
+from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockLink, FolderReader, depths
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import ALIGNMENT, Slab, aligned, aligned_buffer, slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.disk_verify import NO_PREFIX
 
 PRESENT = "present"
@@ -28,6 +28,8 @@ NO_ROOM = "no_room"
 """No slot is free; nothing is evicted for an import."""
 CHANGED = "changed"
 """A server replaced the block while it was exported."""
+GROWTH_BYTES = 64 << 20
+"""Of a new folder, at least."""
 _ROWS_PER_COMMIT = 64
 _MAX_SHOWN = 80
 
@@ -102,8 +104,8 @@ def import_blocks(
 ) -> CopyReport:
     """Write the blocks of a file to free slots of a folder.
 
-    Each is verified, and behind its prefix. The folder is made if it is missing, with `num_slots` slots or as
-    many as the file has blocks. It grows to `num_slots` and never shrinks. What it holds stays. Raises
+    Each is verified, and behind its prefix. The folder is made if it is missing, with `num_slots` slots, or
+    grows with the blocks that come. It grows to `num_slots` and never shrinks. What it holds stays. Raises
     `ConfigError` for a folder that a server uses or that holds something else; `KVDataError` for one with
     blocks of another format, and where the file is damaged: then the blocks before that place are imported;
     `OSError`.
@@ -143,22 +145,26 @@ class _Target:
             os.close(folder.open(CATALOGUE_FILE))  # SQLite keeps the mode of the file
             self._catalogue = DiskCatalogue(folder.path / CATALOGUE_FILE, source.format)
             opened.callback(self._catalogue.close)
-            wanted = num_slots or max(1, source.num_blocks)
-            self._slab = Slab(folder, source.format.bytes_per_block, wanted, DEFAULT_SPACE, os)
+            block_bytes = source.format.bytes_per_block
+            self._growth = max(1, GROWTH_BYTES // slot_bytes(block_bytes))
+            self._most = num_slots or max(1, source.num_blocks)
+            wanted = num_slots or min(self._growth, self._most)
+            self._slab = Slab(folder, block_bytes, wanted, DEFAULT_SPACE, os)
             opened.callback(self._slab.close)
             self._catalogue.set_format(codec, self._slab.num_slots)
             self._resources = opened.pop_all()
-        self._free = (slot for slot in range(self._slab.num_slots) if slot not in used)
-        self._free_slot = next(self._free, None)
+        self._free = iter([slot for slot in range(self._slab.num_slots) if slot not in used])
+        self._free_slot: int | None = None
         self._buffer = aligned_buffer(self._slab.slot_bytes)
         self._rows: list[CatalogueRow] = []
 
     def take(self, found: FileBlock, block_hash: BlockHash) -> None:
         """Write a block, or count why not."""
-        block, slot = found.block, self._free_slot
+        block = found.block
         if cause := self._refusal(found, block_hash):
             self.report.skipped[cause] += 1
             return
+        slot = self._free_slot
         assert slot is not None
         num_bytes = len(found.payload)
         page = self._buffer[:ALIGNMENT]
@@ -166,7 +172,7 @@ class _Target:
         self._buffer[ALIGNMENT : ALIGNMENT + num_bytes] = found.payload
         self._slab.write(slot, [self._buffer[: ALIGNMENT + aligned(num_bytes)]])
         self._rows.append(CatalogueRow(block._replace(slot=slot), num_bytes))
-        self._free_slot = next(self._free, None)
+        self._free_slot = None
         self._namespace_of[block.token_hash] = json.dumps(block.namespace)
         self.report.num_blocks += 1
         self.report.num_bytes += num_bytes
@@ -181,11 +187,30 @@ class _Target:
         self._catalogue.commit(self._rows, [], {})
         self._rows = []
 
+    def _next_free(self) -> int | None:
+        """A free slot; None where the folder is as large as it may be.
+
+        A new folder grows by a quarter or `GROWTH_BYTES`: the number of blocks in the head of a file may be
+        wrong, and is not known to be until its end.
+        """
+        first = self._slab.num_slots
+        if (slot := next(self._free, None)) is not None or first >= self._most:
+            return slot
+        self._slab.grow(min(self._most, first + max(self._growth, first // 4)))
+        if self._slab.num_slots == first:
+            self._most = first  # the disk has no more
+            return None
+        self._catalogue.set_format(self.report.codec, self._slab.num_slots)
+        self._free = iter(range(first, self._slab.num_slots))
+        return next(self._free)
+
     def _refusal(self, found: FileBlock, block_hash: BlockHash) -> str:
         """Why a block is not written; empty if it can be."""
         block, header = found.block, found.header
         if block.token_hash in self._namespace_of:
             return PRESENT
+        if self._free_slot is None:
+            self._free_slot = self._next_free()
         if self._free_slot is None:
             return NO_ROOM
         if block.parent and self._namespace_of.get(block.parent) != json.dumps(block.namespace):

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from sagellm.core.protocols.kv_tiers import ReadOutcome
+from sagellm.core.protocols.kv_tiers import BlockHash, ReadOutcome
 from sagellm.kvmgr.kv_pool.tiers.disk_catalogue import CatalogueRow
-from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockHash, BlockLink, FolderReader, depths
+from sagellm.kvmgr.kv_pool.tiers.disk_reader import BlockLink, FolderReader, depths
 
 NO_PREFIX = "no_prefix"
 """A block before this one is missing or wrong, so no prompt can reach it."""

@@ -599,7 +599,7 @@ class HierarchyManager:
         return [tier.state(self._num_held(tier)) for tier in self.tiers]
 
     def faults(self) -> list[str]:
-        return [f"{tier.tier}: {tier.fault}" for tier in self.tiers if tier.fault]
+        return [f"{tier.tier}: {fault}" for tier in self.tiers if (fault := tier.fault)]
 
     def bandwidths(self) -> Mapping[Tier, float]:
         """Bytes per second that loads from each tier are taken to reach."""

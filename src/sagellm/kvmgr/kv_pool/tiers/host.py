@@ -89,6 +89,9 @@ class HostStorage:
         with self._lock:
             self._check_open()
 
+    def sync(self) -> None:
+        """Does nothing: nothing outlives this process."""
+
     def recover(self) -> Sequence[StoredBlock]:
         with self._lock:
             self._check_open()

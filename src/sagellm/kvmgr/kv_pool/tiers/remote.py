@@ -211,6 +211,8 @@ class RemoteStore:
             hashes = [block.token_hash for block in blocks]
             with suppress(ConnectionError), self._call(len(source)) as execute:  # the breaker has it
                 self._put(execute, hashes, source, outcomes)
+                if self._writes.fault and PutOutcome.REFUSED not in outcomes:
+                    self._probe_write(execute)
         with self._counting:
             self.num_puts.update(outcomes)
         return outcomes
@@ -312,7 +314,10 @@ class RemoteStore:
                     break
                 commands.append(("SET", self._key(token_hashes[i]), value, "NX", "PX", self._ttl_ms))
             if commands:
-                self._note_set(execute(commands), chunk[: len(commands)], outcomes)
+                replies = execute(commands)
+                for i, reply in zip(chunk, replies, strict=False):
+                    outcomes[i] = self._outcome(reply)
+                self._note_writes(replies)
             if len(commands) < len(chunk):
                 for i in absent[absent.index(chunk[len(commands)]) :]:
                     outcomes[i] = PutOutcome.OVER_BUDGET
@@ -328,13 +333,21 @@ class RemoteStore:
         header = BlockHeader(self._format.digest, token_hash, codec, len(payload), checksum)
         return b"".join((header.pack(), payload))
 
-    def _note_set(self, replies: Sequence[Any], chunk: Sequence[int], outcomes: list[PutOutcome]) -> None:
-        refusal = None
-        for i, reply in zip(chunk, replies, strict=True):
-            if self._link.is_refusal(reply):
-                outcomes[i], refusal = PutOutcome.REFUSED, reply
-            else:  # the server answers with nil where another instance was faster
-                outcomes[i] = PutOutcome.STORED if reply else PutOutcome.PRESENT
+    def _probe_write(self, execute: Execute) -> None:
+        """Find out whether writes work again, by an empty value that goes at once.
+
+        For a put that was let through as a probe, and had no block to send.
+        """
+        self._note_writes(execute([("SET", self._key(b""), b"", "PX", 1)]))
+
+    def _outcome(self, reply: Any) -> PutOutcome:
+        if self._link.is_refusal(reply):
+            return PutOutcome.REFUSED
+        # The server answers with nil where another instance was faster.
+        return PutOutcome.STORED if reply else PutOutcome.PRESENT
+
+    def _note_writes(self, replies: Sequence[Any]) -> None:
+        refusal = next((reply for reply in replies if self._link.is_refusal(reply)), None)
         if refusal is None:
             self._writes.worked()
         else:

@@ -23,8 +23,11 @@ class RemoteStorage:
     """Implements `BlockStorage` over a server that instances share.
 
     Slots are numbers for the index of the tier; the server knows blocks by the hash of their tokens, so
-    `forget` and `touch` do nothing and `recover` finds nothing. `write` copies blocks to a queue and never
-    waits for the network. What finds the queue full, or is not taken by the server, is lost (`take_lost`).
+    `touch` does nothing and `recover` finds nothing. `write` copies blocks to a queue and never waits for the
+    network. What finds the queue full, or is not taken by the server, is lost (`take_lost`).
+
+    A slot has an epoch, which changes with each write and each `forget`: a loss that is known when the slot
+    has another block says nothing of that one.
     """
 
     def __init__(self, store: RemoteStore, num_slots: int, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
@@ -35,8 +38,9 @@ class RemoteStorage:
         self._num_queued_bytes = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        """Guards the two above; notified when blocks leave the queue."""
-        self._lost: deque[int] = deque()
+        """Guards the two above and the epochs; notified when blocks leave the queue."""
+        self._epochs = [0] * num_slots
+        self._lost: deque[tuple[int, int]] = deque()
 
     @property
     def fault(self) -> str | None:
@@ -50,12 +54,13 @@ class RemoteStorage:
     def write(self, blocks: Sequence[StoredBlock], data: Buffer) -> None:
         num_bytes = memoryview(data).nbytes
         with self._changed:
+            epochs = self._next_epochs([block.slot for block in blocks])
             has_room = self._num_queued_bytes + num_bytes <= self._max_queued_bytes and not self._is_closed
             if has_room:
                 self._num_queued_bytes += num_bytes
-                self._thread.submit(self._put, blocks, bytes(data))
+                self._thread.submit(self._put, blocks, epochs, bytes(data))
         if not has_room:
-            self._lose(blocks)
+            self._lose([(block.slot, epoch) for block, epoch in zip(blocks, epochs, strict=True)])
 
     def read(
         self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
@@ -63,8 +68,10 @@ class RemoteStorage:
         return self.store.get(token_hashes, target)
 
     def take_lost(self) -> list[int]:
-        """The slots whose blocks are not on the server, since the last call."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
+        """The slots whose blocks are not on the server, since the last call. For the engine's thread."""
+        lost = [self._lost.popleft() for _ in range(len(self._lost))]
+        with self._changed:
+            return [slot for slot, epoch in lost if self._epochs[slot] == epoch]
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the queue is empty; False after `timeout_s`."""
@@ -72,10 +79,15 @@ class RemoteStorage:
             return self._changed.wait_for(lambda: not self._num_queued_bytes, timeout_s)
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Does nothing: blocks of a server end by its TTL and memory limit."""
+        """The slots are for other blocks now. On the server, blocks end by its TTL and memory limit."""
+        with self._changed:
+            self._next_epochs(slots)
 
     def touch(self, slots: Iterable[int]) -> None:
         """Does nothing: the server sees each use."""
+
+    def sync(self) -> None:
+        """Does nothing: see `forget`."""
 
     def recover(self) -> Sequence[StoredBlock]:
         return ()
@@ -88,18 +100,26 @@ class RemoteStorage:
         self.store.close()
         self._thread.shutdown(wait=True)
 
-    def _put(self, blocks: Sequence[StoredBlock], data: bytes) -> None:
+    def _next_epochs(self, slots: Iterable[int]) -> list[int]:
+        epochs = []
+        for slot in slots:
+            self._epochs[slot] += 1
+            epochs.append(self._epochs[slot])
+        return epochs
+
+    def _put(self, blocks: Sequence[StoredBlock], epochs: Sequence[int], data: bytes) -> None:
         outcomes: Sequence[PutOutcome] = [PutOutcome.IO_ERROR] * len(blocks)
         try:
             outcomes = self.store.put(blocks, data)
         except Exception:  # the thread goes on, and these blocks are lost
             log.exception("putting %d blocks into the remote KV store failed", len(blocks))
-        self._lose([block for block, outcome in zip(blocks, outcomes, strict=True) if outcome not in _KEPT])
+        ends = zip(blocks, epochs, outcomes, strict=True)
+        self._lose([(block.slot, epoch) for block, epoch, outcome in ends if outcome not in _KEPT])
         with self._changed:
             self._num_queued_bytes -= len(data)
             self._changed.notify_all()
 
-    def _lose(self, blocks: Sequence[StoredBlock]) -> None:
-        self._lost.extend(block.slot for block in blocks)
+    def _lose(self, lost: Sequence[tuple[int, int]]) -> None:
+        self._lost.extend(lost)
         with self._changed:
-            self.num_lost += len(blocks)
+            self.num_lost += len(lost)

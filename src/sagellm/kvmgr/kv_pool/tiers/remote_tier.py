@@ -16,7 +16,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import ReadOutcome, TierState
+from sagellm.core.protocols.kv_tiers import BlockHash, ReadOutcome, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.migrator import HashesOf
@@ -173,7 +173,7 @@ class RemoteTier(KVTier):
         if arrival is not None:
             self.arrivals.publish(arrival, len(arrival.block_ids))
 
-    def recover(self) -> int:
+    def recover(self, block_hash: BlockHash) -> int:
         """Nothing: the server is asked."""
         return 0
 

@@ -6,19 +6,28 @@ first block on, so a path on the device and the same path here overlap: what is 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.eviction import NO_USE, Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import Arrival, BlockStorage, ReadOutcome, StoredBlock, TierState
-from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.core.protocols.kv_tiers import (
+    Arrival,
+    BlockHash,
+    BlockStorage,
+    ReadOutcome,
+    StoredBlock,
+    TierState,
+)
+from sagellm.core.protocols.prefix_cache import IndexNode, PrefixHit, PrefixReuseIndex
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
+log = logging.getLogger("sagellm.tiers")
 OWNER = "tier index"
 
 
@@ -163,25 +172,52 @@ class KVTier:
 
     # -- after a restart
 
-    def recover(self) -> int:
+    def recover(self, block_hash: BlockHash) -> int:
         """Put the blocks that survived a restart into the empty index; returns how many.
 
-        Blocks whose prefix did not survive are forgotten. Paths are inserted in the order of their last
-        use, so the one that was used longest ago is the first to be evicted.
+        Blocks that do not have their `block_hash` are forgotten, and those whose prefix did not survive.
+        Paths are inserted in the order of their last use, so the one that was used longest ago is the first
+        to be evicted. Linear in the number of blocks.
         """
-        stored = {block.token_hash: block for block in self.storage.recover()}
-        has_children = {block.parent for block in stored.values()}
-        known: set[int] = set()
-        ends = [block for token_hash, block in stored.items() if token_hash not in has_children]
-        for end in sorted(ends, key=lambda block: block.used_s):
-            path = _path_to(end, stored)
-            if path:
-                tokens = Tokens.frombytes(b"".join([block.tokens for block in path]))
-                self.index.insert(tokens, array("i", [block.slot for block in path]), end.namespace)
-                known.update(block.slot for block in path)
-        self.storage.forget([block.slot for block in stored.values() if block.slot not in known])
-        self._give_slots_to_index(known)
-        return len(known)
+        stored = self.storage.recover()
+        sound = [block for block in stored if self._is_sound(block, block_hash)]
+        if len(sound) < len(stored):
+            log.warning("the tier %s: dropped %d damaged rows", self.tier, len(stored) - len(sound))
+        whole, num_children = _with_whole_prefix(sound)
+        ends: dict[bytes, IndexNode] = {}
+        """Where an inserted path ends or branches."""
+        for leaf in sorted(whole.values(), key=lambda block: block.used_s):
+            if leaf.token_hash not in num_children:
+                self._insert_path(leaf, whole, num_children, ends)
+        slots = {block.slot for block in whole.values()}
+        self.storage.forget([block.slot for block in stored if block.slot not in slots])
+        self._give_slots_to_index(slots)
+        return len(slots)
+
+    def _is_sound(self, block: StoredBlock, block_hash: BlockHash) -> bool:
+        num_bytes = self.index.block_size * TOKEN_BYTES
+        return len(block.tokens) == num_bytes and block_hash(block) == block.token_hash
+
+    def _insert_path(
+        self,
+        leaf: StoredBlock,
+        whole: Mapping[bytes, StoredBlock],
+        num_children: Mapping[bytes, int],
+        ends: dict[bytes, IndexNode],
+    ) -> None:
+        """Insert the path up to a leaf behind what `ends` has of it, in pieces that end where it branches."""
+        pieces, above = [[leaf]], leaf.parent
+        while above and above not in ends:
+            if num_children[above] > 1:
+                pieces.append([])
+            pieces[-1].append(whole[above])
+            above = whole[above].parent
+        node = ends.get(above)
+        for piece in reversed(pieces):
+            piece.reverse()
+            tokens = Tokens.frombytes(b"".join([block.tokens for block in piece]))
+            slots = array("i", [block.slot for block in piece])
+            node = ends[piece[-1].token_hash] = self.index.extend(node, tokens, slots, leaf.namespace)
 
     def _give_slots_to_index(self, slots: set[int]) -> None:
         """Take these slots out of the fresh pool, for the index."""
@@ -211,13 +247,14 @@ class KVTier:
         )
 
     def clear(self) -> int:
-        """Evict all that nothing uses; returns how many blocks."""
+        """Evict all that nothing uses; returns how many blocks. No crash brings them back."""
         before = self.num_evicted
         if self._quota is None:
             self._give_back(self.index.evict(self.index.num_evictable))
         while self.index.num_evictable:
             for account, count in self.index.evictable_by_account().items():
                 self._give_back(self.index.evict_from(account, count), account)
+        self.storage.sync()
         return self.num_evicted - before
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
@@ -250,15 +287,18 @@ class KVTier:
         self.pool.check({OWNER: self.index.all_block_ids()})
 
 
-def _path_to(end: StoredBlock, stored: Mapping[bytes, StoredBlock]) -> list[StoredBlock]:
-    """The blocks of a prompt up to this one; empty where one is missing.
-
-    Damaged rows may name each other as parents.
-    """
-    path = [end]
-    while path[-1].parent:
-        above = stored.get(path[-1].parent)
-        if above is None or above.namespace != end.namespace or len(path) == len(stored):
-            return []
-        path.append(above)
-    return path[::-1]
+def _with_whole_prefix(
+    blocks: Sequence[StoredBlock],
+) -> tuple[dict[bytes, StoredBlock], dict[bytes, int]]:
+    """The blocks by hash whose prefix is there, and how many of these follow each that is no leaf."""
+    behind: dict[bytes, list[StoredBlock]] = {}
+    for block in blocks:
+        behind.setdefault(block.parent, []).append(block)
+    reached = behind.get(b"", [])
+    num_children: dict[bytes, int] = {}
+    for block in reached:
+        children = [each for each in behind.get(block.token_hash, ()) if each.namespace == block.namespace]
+        if children:
+            num_children[block.token_hash] = len(children)
+            reached += children
+    return {block.token_hash: block for block in reached}, num_children
