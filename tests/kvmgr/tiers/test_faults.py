@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sagellm.core.blocks import Tier
 from sagellm.core.types import Namespace, Tokens
+from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
 from tests.effort import examples
 from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FakeServer, FaultyStorage, User
 
