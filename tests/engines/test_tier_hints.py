@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.types import Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.engines.simulator.token_memory import TokenBytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
-from tests.builders import fake_engine, run_all
+from tests.builders import expected_tokens, fake_engine, run_all
 from tests.engines.kv_scenes import NOBODY, hints, resident, serve, session, status
 
 
@@ -44,4 +50,50 @@ def test_an_ended_session_leaves_the_tier_first() -> None:
     assert status(engine, hints("session.end", session_id="ended"))[0] == "applied"
     serve(engine, session("new", range(60, 89)))
     assert (in_tier(engine, range(17)), in_tier(engine, range(20, 37))) == (4, 1)
+    engine.close()
+
+
+class LoadsFirst(TokenMemoryBackend):
+    """A step with `is_slow` computes only after a load has written a block, if one does so within 0.2 s."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=12)
+        self.is_slow = False
+        self.has_loaded = threading.Event()
+
+    def kv_bytes(self) -> TokenBytes:
+        has_loaded = self.has_loaded
+
+        class Noting(TokenBytes):
+            def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+                super().write_blocks(block_ids, data)
+                has_loaded.set()
+
+        return Noting(self._memory, self._capability.block_size)
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        if self.is_slow:
+            self.has_loaded.wait(0.2)
+        return super().execute(plan)
+
+
+def test_what_an_ended_request_expects_loads_behind_the_step_that_still_has_it() -> None:
+    """The step in flight writes a dropped token of the request into the block that it has given back."""
+    backend = LoadsFirst()
+    engine = fake_engine(backend, host_blocks=40, eviction="lru", overlap=True)
+    old, own = range(17), range(70, 79)
+    serve(engine, session("old", old))
+    for number in range(1, 4):
+        serve(engine, session(f"new {number}", range(20 * number, 20 * number + 25)))
+    assert resident(engine, old) == 0
+    end = expected_tokens(backend, own, 2)[1]
+    expects = hints("kv.expect", session_id="old")
+    engine.add(session("ends", own, 8, stop_token_ids=(end,), kv_hints=expects))
+    backend.is_slow = True
+    backend.has_loaded.clear()
+    run_all(engine)
+    backend.is_slow = False
+    assert resident(engine, old) == 4
+    engine.add(session("again", old, 3))
+    assert run_all(engine) == {"again": expected_tokens(backend, old, 3)}
     engine.close()

@@ -316,8 +316,6 @@ class Engine:
         if self._in_flight is not None and not self._recovery.isolates:
             following = self._planner.plan_ahead(current, self.view)
         self._complete(current, following)
-        if self.kv.tiers is not None:
-            self.kv.tiers.start_loads()
         return self._take_outputs()
 
     def _move_kv(self, waits: KVWaits) -> bool:
@@ -337,12 +335,18 @@ class Engine:
         return table.num_for_kv < len(table.waiting)
 
     def _complete(self, current: InFlightStep, following: PlannedStep | None = None) -> None:
-        """Execute or await a step and commit it; `following` starts in between."""
+        """Execute or await a step and commit it; `following` starts in between.
+
+        So do loads that were requested meanwhile: `following` writes none of their blocks. It may write
+        blocks that the commit frees, so loads that are requested there start after it.
+        """
         if self._in_flight is not None:
             current.drop_finished(self._request_table.decodes)
             self._in_flight = None
         self.last_plan = current.plan
         result = self._execute(current, following)
+        if self.kv.tiers is not None:
+            self.kv.tiers.start_loads()
         if result is not None:
             self._commit(current, result)
         self._num_steps += 1

@@ -172,6 +172,27 @@ def test_loads_of_a_running_step_start_behind_it(user: User) -> None:
     user.hierarchy.close()
 
 
+@pytest.mark.parametrize("how", ["drop_unstarted", "give_way", "clear"])
+def test_a_load_that_has_not_started_is_dropped_without_a_write(user: User, how: str) -> None:
+    """A step that computes may still write to its blocks."""
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    assert user.hierarchy.request("a", tokens, Namespace(), 8, start=False) is TierLookup.HIT_PENDING
+    num_moves = user.migrator._num_moves
+    assert getattr(user.hierarchy, how)()
+    assert not user.hierarchy.drop_unstarted()
+    assert user.migrator._num_moves == num_moves
+    assert user.hierarchy.is_idle
+    assert user.hierarchy.poll() == ["a"]
+    assert user.arrivals.num_blocks == 0
+    user.check()
+    user.hierarchy.close()
+
+
 def test_a_restart_finds_what_was_stored() -> None:
     storage = FaultyStorage(64)
     first = User(8, [(Tier.NVME, storage)])

@@ -325,7 +325,8 @@ class Instances(RuleBasedStateMachine):
             hierarchy.cancel(name)
 
     @rule(
-        user=st.integers(0, 1), what=st.sampled_from(["poll", "give_way", "clear", "settle", "start_loads"])
+        user=st.integers(0, 1),
+        what=st.sampled_from(["poll", "give_way", "clear", "settle", "start_loads", "drop_unstarted"]),
     )
     def move(self, user: int, what: str) -> None:
         if what == "settle":

@@ -351,7 +351,16 @@ class KVTiers(Protocol):
         """
 
     def start_loads(self) -> None:
-        """Begin the loads that were requested with `start=False`."""
+        """Begin the loads that were requested with `start=False`.
+
+        No step that computes now may write to their blocks.
+        """
+
+    def drop_unstarted(self) -> bool:
+        """End the loads that `start_loads` has not begun; False without any.
+
+        Their blocks are free, and `poll` names their requests.
+        """
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its load stops. To be called for each that was asked for."""

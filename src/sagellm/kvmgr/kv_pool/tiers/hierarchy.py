@@ -256,6 +256,20 @@ class HierarchyManager:
             self._move_of[load.request_id] = move_id
         self._unstarted.clear()
 
+    def drop_unstarted(self) -> bool:
+        has_any = bool(self._unstarted)
+        for _, load in self._unstarted:
+            self._drop(load)
+            del self._move_of[load.request_id]
+            self._came.append(load.request_id)
+        self._unstarted.clear()
+        return has_any
+
+    def _drop(self, load: _Load) -> None:
+        """Give back the blocks of a load that no thread has seen."""
+        load.tier.index.unpin(load.source, is_use=False)
+        self.arrivals.abort(load.arrival)
+
     def cancel(self, request_id: str) -> None:
         """See `KVTiers`. Blocks that have come already are cached."""
         self._forget(request_id)
@@ -265,8 +279,7 @@ class HierarchyManager:
         for plan, load in self._unstarted:
             if load.request_id == request_id:
                 self._unstarted.remove((plan, load))
-                load.tier.index.unpin(load.source, is_use=False)
-                self.arrivals.abort(load.arrival)
+                self._drop(load)
                 return
 
     def _ask(
@@ -391,10 +404,10 @@ class HierarchyManager:
             self._measured.add(load.tier.tier)
 
     def give_way(self) -> bool:
-        self.start_loads()  # so that these end by a report, too
+        has_dropped = self.drop_unstarted()
         self._drop_offers()
         if not self._stores and not self._loads:
-            return False
+            return has_dropped
         for move_id in (*self._stores, *self._loads):
             self._migrator.cancel(move_id)
         for load in self._loads.values():
@@ -434,7 +447,7 @@ class HierarchyManager:
 
     def close(self) -> None:
         """Cancel what is under way, take in its ends, and close the storages."""
-        self.start_loads()
+        self.drop_unstarted()
         self._drop_offers()
         if self._remote is not None:
             self._remote.close()
