@@ -443,7 +443,12 @@ class Engine:
         return result
 
     def _undo(self, binding: Binding, following: PlannedStep | None) -> None:
-        """Give back the blocks of a failed step; its admitted requests wait again."""
+        """Give back the blocks of a failed step; its admitted requests wait again.
+
+        So do requests whose loads have not started: they may begin with what the step has published.
+        """
+        if self.kv.tiers is not None:
+            self.kv.tiers.drop_unstarted()
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):

@@ -389,6 +389,8 @@ class KVCacheManager:
             self._registrar.register(blocks, state.num_computed)
             self._save(state, blocks, use, ended=ended)
         else:
+            if self.tiers is not None:
+                self.tiers.drop_unstarted()
             self._registrar.unpublish_all(blocks)
         self.index.unpin(blocks.hit, use)
         try:

@@ -155,8 +155,9 @@ class RadixIndex(IndexBase[Node]):
         node = hit.node
         if not hit.num_blocks or not isinstance(node, Node):
             return
-        others = node.pins > 1 or node.children
-        if not node.num_ends or node.end_block != hit.num_blocks or (existing < hit.num_blocks and others):
+        new = [above for above in node.path() if above.end_block > existing]
+        others = any(one.pins > 1 for one in new) or sum(len(one.children) for one in new) > len(new[1:])
+        if not node.num_ends or node.end_block != hit.num_blocks or others:
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
         self._unpin(node)
         self._ghost = Ghost(self._clock.now(), "retracted")
