@@ -16,7 +16,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError, PlanError
 from sagellm.core.plan import Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulingView
-from sagellm.core.types import FinishReason, RequestOutput
+from sagellm.core.types import FinishReason, Namespace, RequestOutput, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -332,6 +332,36 @@ def test_a_request_planned_ahead_keeps_the_blocks_that_it_shares(index: str) -> 
     assert got["bad"][-1].finish_reason is FinishReason.ERROR
     assert got["good"][0].num_cached_tokens == 12
     assert [token for one in got["good"] for token in one.new_token_ids] == expected_tokens(backend, good, 4)
+    busy.close()
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+def test_a_prefix_of_a_step_in_flight_is_pinned_behind_it(index: str) -> None:
+    """The step has published it, and fails."""
+
+    class Fails(TokenMemoryBackend):
+        fails = True
+
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if self.fails and len(plan.prefills) == 2:
+                self.fails = False
+                raise CapacityError("for once")
+            return super().execute(plan)
+
+    backend, prompt = Fails(), range(18)
+    busy = engine(backend, strategy="vllm-like", index=index, index_as_computed=True)
+    busy.add(request("first", range(90, 94), 8))
+    busy.step()
+    for name in "ab":
+        busy.add(request(name, prompt, 4))
+    busy.step()
+    assert busy.kv.is_published("a")
+    pinned = busy.pin_prefix(Tokens(prompt), Namespace())
+    assert pinned.num_blocks == 0
+    got = drain(busy)
+    for name in "ab":
+        assert [t for one in got[name] for t in one.new_token_ids] == expected_tokens(backend, prompt, 4)
+    pinned.release()
     busy.close()
 
 

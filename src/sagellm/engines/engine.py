@@ -232,6 +232,7 @@ class Engine:
         return self._capability
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
+        self._drain()  # a step in flight that has published the prefix may fail
         hit = self.kv.pin_prefix(tokens, namespace)
         return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
 
