@@ -44,6 +44,9 @@ class NoBytes:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
+    def follow_steps(self) -> None:
+        pass
+
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         pass
 

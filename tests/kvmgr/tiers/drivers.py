@@ -58,6 +58,9 @@ class FakeDevice:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = np.zeros((num_blocks, BLOCK_BYTES), np.uint8)
 
+    def follow_steps(self) -> None:
+        pass
+
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         target[:] = self.blocks[list(block_ids)].tobytes()
 

@@ -144,13 +144,20 @@ class KVCodec(Protocol):
 
 
 class BlockBytes(Protocol):
-    """The KV blocks of a backend as bytes. Its methods run on worker threads, beside the engine's steps.
+    """The KV blocks of a backend as bytes. Worker threads copy them, beside the engine's steps.
 
     The caller makes sure that no step writes the blocks that are read, nor reads the blocks that are written.
     A block has `bytes_per_block` bytes, in the order of the backend's layout.
     """
 
     bytes_per_block: int
+
+    def follow_steps(self) -> None:
+        """What is copied from now on is copied behind the steps that were executed so far.
+
+        A device may still compute them, where nobody has waited for their result. For the thread that
+        executes steps, or commits them.
+        """
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         """Copy blocks one behind the other into `target` (len(block_ids) x bytes_per_block bytes)."""

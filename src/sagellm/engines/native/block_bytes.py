@@ -19,7 +19,7 @@ class PoolBytes:
 
     `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
     copies whole rows at the speed of memory; torch's indexing takes two to three times as long. On a GPU the
-    copies have a stream of their own, and are waited for.
+    copies have a stream of their own, and are waited for, so that a later step finds what was written.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -33,6 +33,14 @@ class PoolBytes:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
+
+    def follow_steps(self) -> None:
+        """Threads launch steps, recorded ones too, on their current stream: the device's default one.
+
+        A stream of torch does not wait for that one by itself.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         rows, ids = self._rows(target, len(block_ids)), np.asarray(block_ids, np.int64)
