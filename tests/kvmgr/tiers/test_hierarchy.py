@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from sagellm.core.blocks import Tier
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
-from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
+from sagellm.kvmgr.eviction import LRUPolicy, PrefillCostModel
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
+from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.kvmgr.tiers.drivers import SIZE, FaultyStorage, User
 
 
@@ -213,6 +217,31 @@ def test_a_restart_finds_what_was_stored() -> None:
     second.settle()
     second.check()
     second.hierarchy.close()
+
+
+@pytest.mark.parametrize("kind", ["tenants", "classes"])
+def test_a_restart_finds_blocks_beside_a_ceiling_of_requests_without_a_name(kind: str) -> None:
+    """They count for no share, and go first."""
+    storage = FaultyStorage(8)
+    first = User(8, [(Tier.NVME, storage)])
+    first.serve(prompt(1, 6), "a")
+    first.settle()
+    first.hierarchy.close()
+    quota = QuotaManager.from_fractions(8, **{kind: {"": (0.0, 0.5)}})
+    index, pool = RadixIndex(SIZE, policy_factory=LRUPolicy), FreeListPool(8, SIZE, quota=quota)
+    tier = KVTier(Tier.NVME, index, pool, storage, quota)
+    assert tier.recover() == 6
+    assert tier.lookup(prompt(1, 6), Namespace()).num_blocks == 6
+    store = tier.begin_store(prompt(2, 4), Namespace(), 4)
+    assert store is not None
+    tier.end_store(store, 4)
+    assert tier.begin_store(prompt(3, 5), Namespace(), 5) is None, "above the ceiling"
+    assert (tier.num_evicted, quota.used(NO_ACCOUNT)) == (2, 4)
+    tier.check()
+    quota.check()
+    assert tier.clear() == 8
+    assert pool.num_free == 8
+    quota.check()
 
 
 def test_what_a_preempted_request_has_lost_is_not_evicted() -> None:

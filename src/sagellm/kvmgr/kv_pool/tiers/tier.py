@@ -20,6 +20,8 @@ from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
 OWNER = "tier index"
+RECOVERED = Account("\0recovered", "\0recovered")
+"""Is charged for blocks from before a restart, if accounts have shares. It has none, and no ceiling."""
 
 
 @dataclass(slots=True)
@@ -158,21 +160,23 @@ class KVTier:
         """
         stored = {block.token_hash: block for block in self.storage.recover()}
         has_children = {block.parent for block in stored.values()}
+        account = NO_ACCOUNT if self._quota is None else RECOVERED
         known: set[int] = set()
         ends = [block for token_hash, block in stored.items() if token_hash not in has_children]
         for end in sorted(ends, key=lambda block: block.used_s):
             path = _path_to(end, stored)
             if path:
                 tokens = Tokens.frombytes(b"".join([block.tokens for block in path]))
-                self.index.insert(tokens, array("i", [block.slot for block in path]), end.namespace)
+                slots = array("i", [block.slot for block in path])
+                self.index.insert(tokens, slots, end.namespace, account=account)
                 known.update(block.slot for block in path)
         self.storage.forget([block.slot for block in stored.values() if block.slot not in known])
-        self._give_slots_to_index(known)
+        self._give_slots_to_index(known, account)
         return len(known)
 
-    def _give_slots_to_index(self, slots: set[int]) -> None:
+    def _give_slots_to_index(self, slots: set[int], account: Account) -> None:
         """Take these slots out of the fresh pool, for the index."""
-        every = self.pool.allocate(self.pool.total_blocks, OWNER)
+        every = self.pool.allocate(self.pool.total_blocks, OWNER, account)
         assert every is not None
         unused = [slot for slot in every.block_ids if slot not in slots]
         if unused:
