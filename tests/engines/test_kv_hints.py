@@ -8,7 +8,7 @@ import pytest
 
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -243,9 +243,11 @@ def test_hints_wait_for_the_end_where_a_request_is_preempted() -> None:
     seen: list[int] = []
     apply = engine.kv.hints.apply
 
-    def noted(envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None) -> Any:
+    def noted(
+        envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None, *account: Account
+    ) -> Any:
         seen.append(len(own or ()))
-        return apply(envelope, namespace, own)
+        return apply(envelope, namespace, own, *account)
 
     engine.kv.hints.apply = noted  # type: ignore[method-assign]
     serve(engine, session("s", OLD, 8, kv_hints=hints("session.end")))

@@ -9,12 +9,12 @@ import pytest
 
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.core.types import Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.simulator.token_memory import TokenBytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
-from tests.builders import expected_tokens, fake_engine, run_all
+from tests.builders import TENANT_A, TENANT_B, expected_tokens, fake_engine, run_all
 from tests.engines.kv_scenes import NOBODY, hints, resident, serve, session, status
 
 
@@ -96,4 +96,54 @@ def test_what_an_ended_request_expects_loads_behind_the_step_that_still_has_it()
     assert resident(engine, old) == 4
     engine.add(session("again", old, 3))
     assert run_all(engine) == {"again": expected_tokens(backend, old, 3)}
+    engine.close()
+
+
+def shared_engine(ceiling: float) -> Engine:
+    """Tenant "b" has at most this part of the device, and three sessions of four blocks in host memory."""
+    shares = {"b": {"ceiling": ceiling}}
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=12), host_blocks=60, eviction="lru", tenant_shares=shares
+    )
+    for number in range(3):
+        serve(engine, session(f"b{number}", range(17 * number, 17 * number + 17), namespace=TENANT_B))
+    for tokens in (range(60, 85), range(84, 59, -1)):
+        serve(engine, session("a", tokens, namespace=TENANT_A))
+    return engine
+
+
+def test_what_a_tenant_expects_is_charged_to_it() -> None:
+    engine = shared_engine(0.5)
+    quota = engine.kv.quota
+    assert quota is not None
+    for number in range(3):
+        engine.hint(hints("kv.expect", session_id=f"b{number}"), TENANT_B)
+        run_all(engine)
+        assert quota.used(Account("b")) == (6 if number else 4)
+    assert quota.used(NO_ACCOUNT) == 6, "tenants without a share are charged together"
+    expects = hints("kv.expect", session_id="b0")
+    engine.add(session("c", range(90, 97), 1, namespace=TENANT_B, kv_hints=expects))
+    run_all(engine)
+    assert quota.used(Account("b")) <= 6
+    engine.close()
+
+
+def test_what_is_expected_leaves_room_for_what_runs() -> None:
+    """Four blocks could be evicted, and the running request may need one of them."""
+    engine = engine_with(40)
+    serve(engine, session("old", range(17)))
+    for first in (20, 45):
+        serve(engine, session("new", range(first, first + 25)))
+    engine.add(session("runs", range(65, 97), 8))
+    engine.step()
+    for expected in (0, 4):
+        engine.hint(hints("kv.expect", session_id="old"), NOBODY)
+        moves = engine.kv.tiers
+        assert moves is not None
+        while not moves.is_idle:
+            moves.start_loads()
+            moves.wait(1.0)
+            moves.poll()
+        assert resident(engine, range(17)) == expected
+        run_all(engine)
     engine.close()

@@ -153,10 +153,10 @@ class BlockBytes(Protocol):
     bytes_per_block: int
 
     def follow_steps(self) -> None:
-        """What is copied from now on is copied behind the steps that were executed so far.
+        """Have later copies come behind the steps that were executed so far.
 
-        A device may still compute them, where nobody has waited for their result. For the thread that
-        executes steps, or commits them.
+        A device may still compute a step whose result was not waited for. For the thread that executes
+        steps, or commits them.
         """
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:

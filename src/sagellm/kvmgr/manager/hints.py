@@ -19,7 +19,7 @@ from sagellm.core.plan import RequestState
 from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
 from sagellm.kvmgr.manager.similar_sessions import Session, SimilarSessions
 
@@ -27,13 +27,15 @@ EXPECTED_FOR_S = 60.0
 """A `kv.expect` that no use has ended ends after this time, so that hints cannot hold the cache."""
 MAX_EXPECTED = 1024
 MIN_SIMILARITY = 0.8
+BringUp = Callable[[str, Tokens, Namespace, Account], None]
+"""Loads what tiers have of a path, under a name, for the account that pays."""
 
 
 class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
     Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
-    `tiers` have; from there, what is expected comes up. It keeps the tokens of the last `max_sessions`
+    `tiers` have; from there `bring_up` loads what is expected. It keeps the tokens of the last `max_sessions`
     sessions, up to `max_tokens` tokens together.
     """
 
@@ -45,11 +47,12 @@ class KVHints:
         *,
         checkpoints: Checkpoints | None = None,
         tiers: KVTiers | None = None,
+        bring_up: BringUp | None = None,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:
         self._index, self._checkpoints, self._tiers = index, checkpoints, tiers
-        self._num_prefetches = 0
+        self._bring_up, self._num_prefetches = bring_up, 0
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
@@ -68,7 +71,7 @@ class KVHints:
         if request.session_id is not None:
             self.remember(request.session_id, Tokens(state.tokens), request.namespace)
         if ended and request.kv_hints is not None:
-            self.apply(request.kv_hints, request.namespace, state.tokens)
+            self.apply(request.kv_hints, request.namespace, state.tokens, request.account)
 
     def remember(self, session_id: str, tokens: Tokens, namespace: Namespace) -> None:
         """The last request of a session is now this one, its answer included."""
@@ -87,13 +90,18 @@ class KVHints:
         return None if known is None else known[0]
 
     def apply(
-        self, envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None
+        self,
+        envelope: KVHintsEnvelope,
+        namespace: Namespace,
+        own: Tokens | None = None,
+        account: Account | None = None,
     ) -> tuple[HintOutcome, ...]:
         """Apply each action and report its outcome; never raises for an action.
 
-        `own`: the tokens of the request that brought the hints.
+        `own`: the tokens of the request that brought the hints; `account`: its account, else the tenant's.
         """
-        return tuple(self._act(action, namespace, own) for action in envelope.actions)
+        account = account or Account(namespace.tenant)
+        return tuple(self._act(action, namespace, own, account) for action in envelope.actions)
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
         """Have the hits of waiting requests evicted last, until the next call."""
@@ -126,7 +134,9 @@ class KVHints:
             self._checkpoints.hint(hit, num_blocks, hint)
         return num_blocks
 
-    def _act(self, action: KVHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
+    def _act(
+        self, action: KVHintAction, namespace: Namespace, own: Tokens | None, account: Account
+    ) -> HintOutcome:
         if not action.is_known:
             name = f"{action.action_type}@{action.action_version}"
             return HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=f"{name} is not known here")
@@ -146,10 +156,9 @@ class KVHints:
         num_blocks = self._hint(hit, hint)
         if self._tiers is not None:
             num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, hint))
-            if hint.expected:
-                self._num_prefetches += 1
-                name = f"kv.expect {self._num_prefetches}"
-                self._tiers.request(name, tokens, namespace, len(tokens), start=False, asks=False)
+        if hint.expected and self._bring_up is not None:
+            self._num_prefetches += 1
+            self._bring_up(f"kv.expect {self._num_prefetches}", tokens, namespace, account)
         if hint.expected and hit.num_blocks:
             self._expected.pop(hit.node, None)
             self._expected[hit.node] = (self._now() + EXPECTED_FOR_S, hit)

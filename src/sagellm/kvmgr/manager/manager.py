@@ -129,7 +129,10 @@ class KVCacheManager:
         )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
-        self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers)
+        bring_up = None if tiers is None else self._bring_up_expected
+        self.hints = KVHints(
+            index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers, bring_up=bring_up
+        )
         state_pages = 0 if self.checkpoints is None else cdiv(self.checkpoints.state_pages, self.num_groups)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
@@ -179,12 +182,8 @@ class KVCacheManager:
             binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, num_kept, first_bind = (
-            len(binding.copies),
-            len(binding.chunks),
-            len(binding.kept_states),
-            not binding.decodes_bound,
-        )
+        num_copies, num_bound, num_kept = len(binding.copies), len(binding.chunks), len(binding.kept_states)
+        first_bind = not binding.decodes_bound
         self._tables.start_bind(binding)
         chunks = [chunk for name, chunk in draft.chunks.items() if name not in binding.chunks]
         try:
@@ -298,6 +297,20 @@ class KVCacheManager:
             *path, self._account_of(state), start=start, has_room=has_room, asks=not admits
         )
 
+    def _bring_up_expected(self, name: str, tokens: Tokens, namespace: Namespace, account: Account) -> None:
+        """Bring up a path that no request waits for.
+
+        Its account pays, and each running request may still have a block more.
+        """
+        assert self.tiers is not None
+        payer = NO_ACCOUNT if self.quota is None else self.quota.paying(account)
+        cached, num_whole = self.index.lookup(tokens, namespace), len(tokens) // self.block_size
+        wanted = self.quotes.blocks_to_admit(cached, num_whole * self.block_size - cached.num_tokens)
+        has_room = wanted + len(self._tables) <= self.quotes.available_blocks()
+        self.tiers.request(
+            name, tokens, namespace, len(tokens), payer, start=False, has_room=has_room, asks=False
+        )
+
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""
         if self.tiers is not None:
@@ -320,9 +333,7 @@ class KVCacheManager:
             binding.require("executed", BindingStage.BOUND)  # only a step without requests binds nothing
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
-        if (
-            self._pages is not None
-        ):  # not when they were bound: a step in flight may still fail and be repeated
+        if self._pages is not None:  # not at the bind: a step in flight may still fail and be repeated
             self._pages.advance(filter(None, map(self._tables.find, binding.appended_to)))
         if self.checkpoints is not None:
             self.checkpoints.executed(binding, self._tables.find)

@@ -156,7 +156,8 @@ class RadixIndex(IndexBase[Node]):
         if not hit.num_blocks or not isinstance(node, Node):
             return
         new = [above for above in node.path() if above.end_block > existing]
-        others = any(one.pins > 1 for one in new) or sum(len(one.children) for one in new) > len(new[1:])
+        num_followers = sum(len(above.children) for above in new)
+        others = any(above.pins > 1 for above in new) or num_followers > len(new[1:])
         if not node.num_ends or node.end_block != hit.num_blocks or others:
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
         self._unpin(node)
