@@ -227,7 +227,9 @@ def test_a_restart_finds_blocks_beside_a_ceiling_of_requests_without_a_name(kind
     first.serve(prompt(1, 6), "a")
     first.settle()
     first.hierarchy.close()
-    quota = QuotaManager.from_fractions(8, **{kind: {"": (0.0, 0.5)}})
+    shares: dict[str, dict[str, tuple[float, float | None]]] = {"tenants": {}, "classes": {}}
+    shares[kind][""] = (0.0, 0.5)
+    quota = QuotaManager.from_fractions(8, shares["tenants"], shares["classes"])
     index, pool = RadixIndex(SIZE, policy_factory=LRUPolicy), FreeListPool(8, SIZE, quota=quota)
     tier = KVTier(Tier.NVME, index, pool, storage, quota)
     assert tier.recover() == 6
