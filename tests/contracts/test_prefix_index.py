@@ -136,6 +136,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.ghosts: dict[Prefix, tuple[float, str]] = {}
         self.history: set[tuple[Prefix, float | None, str | None]] = set()
         self.pinned: list[PrefixHit] = []
+        self.inserted: list[InsertResult] = []  # pinned, and not retracted yet
         self.stale: list[PrefixHit] = []
         self.next_block = 0
         self.tick = 0
@@ -153,7 +154,8 @@ class IndexMachine(RuleBasedStateMachine):
         return next((count for count, one in enumerate(whole) if one not in self.twin), len(whole))
 
     def held(self) -> set[Prefix]:
-        return {one for hit in self.pinned for one in of_hit(hit)}
+        hits = [*self.pinned, *(result.hit for result in self.inserted)]
+        return {one for hit in hits for one in of_hit(hit)}
 
     def inner(self) -> set[Prefix]:
         """What has something behind it."""
@@ -236,11 +238,23 @@ class IndexMachine(RuleBasedStateMachine):
             self.pinned.append(result.hit)
 
     @rule(data=st.data(), account=accounts)
-    def insert_and_retract(self, data: st.DataObject, account: Account) -> None:
+    def insert_to_retract(self, data: st.DataObject, account: Account) -> None:
         tokens, space = self.prompt(data)
-        result, existing = self.do_insert(tokens, space, account, pin=True)
+        self.inserted.append(self.do_insert(tokens, space, account, pin=True)[0])
+
+    @precondition(lambda self: self.inserted)
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        """Refused where others pin any of the new blocks, or go on from one."""
+        result = self.inserted.pop(data.draw(st.integers(0, len(self.inserted) - 1)))
+        new = set(of_hit(result.hit)[result.num_existing :])
+        if new & (self.held() | {(space, tokens[:-BLOCK]) for space, tokens in self.twin.keys() - new}):
+            with pytest.raises(BookkeepingError, match="retract"):
+                self.index.retract(result)
+            self.inserted.append(result)
+            return
         self.index.retract(result)
-        self.drop(prefixes(tokens, space)[existing:])
+        self.drop(list(new))
         if self.listener is not None:
             self.listener.removed.clear()
 
@@ -694,6 +708,21 @@ def test_an_insertion_that_others_went_on_from_is_not_retracted(name: str) -> No
         index.retract(result)
     index.check()
     assert index.lookup(Tokens([1, 1, 2, 2, 3, 3])).num_blocks == 3
+
+
+@each_index
+def test_an_insertion_whose_beginning_others_use_is_not_retracted(name: str) -> None:
+    index = filled(name)
+    result = index.insert(Tokens([1, 1, 2, 2, 3, 3]), [0, 1, 2], pin=True)
+    other = index.pin(index.lookup(Tokens([1, 1, 2, 2, 9, 9])))
+    with pytest.raises(BookkeepingError, match="retract"):
+        index.retract(result)
+    index.check()
+    assert list(index.block_ids(other)) == [0, 1]
+    index.unpin(other)
+    index.retract(result)
+    assert index.num_cached == 0
+    index.check()
 
 
 @each_index

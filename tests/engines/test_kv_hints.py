@@ -8,7 +8,7 @@ import pytest
 
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -199,7 +199,9 @@ def test_what_sessions_share_is_not_ended_with_one_of_them(index: str) -> None:
 def test_sessions_are_bounded(limit: dict[str, int], forgets: bool) -> None:
     engine = small_engine(num_blocks=40)
     kv = engine.kv
-    kv.hints = KVHints(kv.index, kv.namespace_of, engine.clock.now, checkpoints=None, tiers=None, **limit)
+    kv.hints = KVHints(
+        kv.index, kv.namespace_of, engine.clock.now, checkpoints=None, tiers=None, bring_up=None, **limit
+    )
     serve(engine, session("a", OLD), session("b", YOUNG), session("a", OLD), session("c", range(40, 57)))
     found = {name: status(engine, hints("session.end", session_id=name))[0] for name in "abc"}
     forgotten = HintStatus.NOT_FOUND if forgets else HintStatus.APPLIED
@@ -243,9 +245,12 @@ def test_hints_wait_for_the_end_where_a_request_is_preempted() -> None:
     seen: list[int] = []
     apply = engine.kv.hints.apply
 
-    def noted(envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None) -> Any:
+    def noted(
+        envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None,
+        account: Account | None = None,
+    ) -> Any:  # fmt: skip
         seen.append(len(own or ()))
-        return apply(envelope, namespace, own)
+        return apply(envelope, namespace, own, account)
 
     engine.kv.hints.apply = noted  # type: ignore[method-assign]
     serve(engine, session("s", OLD, 8, kv_hints=hints("session.end")))

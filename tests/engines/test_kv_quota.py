@@ -310,3 +310,23 @@ def test_a_pass_may_preempt_before_memory_is_looked_at() -> None:
     for name in "abc":
         engine.add(request(name, range(8), 16))
     assert outcomes(engine) == dict.fromkeys("abc")
+
+
+def test_a_group_with_other_members_shares_nothing_with_the_one_before() -> None:
+    """Blocks outlive the configuration, on a disk and on a server."""
+
+    def of_a(groups: dict[str, list[str]]) -> Namespace:
+        return fake_engine(sharing_groups=groups).kv.namespace_of(tenant("a"))
+
+    names = [
+        of_a({}),
+        of_a({"team": ["a"]}),
+        of_a({"team": ["a", "b"]}),
+        of_a({"team": ["a", "c"]}),
+        of_a({"other": ["a", "b"]}),
+        of_a({"team": ["a", "b", "c"]}),
+    ]
+    assert len(set(names)) == len(names)
+    assert of_a({"team": ["b", "a"], "more": ["c"]}) == of_a({"team": ["a", "b"]})
+    engine = fake_engine(sharing_groups={"team": ["a", "b"]})
+    assert engine.kv.namespace_of(tenant("b")) == names[2]

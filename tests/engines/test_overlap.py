@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError, PlanError
 from sagellm.core.plan import Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulingView
-from sagellm.core.types import FinishReason, RequestOutput
+from sagellm.core.types import FinishReason, Namespace, RequestOutput, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 from tests.builders import check_books, expected_tokens, load_always, request, tiers_below
 from tests.effort import examples
+from tests.engines.kv_scenes import hints
 
 
 def engine(
@@ -293,19 +297,20 @@ def test_a_pass_that_raises_while_a_step_is_in_flight(at: int, first: int) -> No
     assert busy.kv.block_states().active == 0
 
 
-def test_kv_of_logits_that_are_not_finite_is_not_kept() -> None:
-    class NotFinite(TokenMemoryBackend):
-        def execute(self, plan: ExecutionPlan) -> StepResult:
-            result = super().execute(plan)
-            names = {op.row: op.request_id for op in plan.prefills}
-            drawn = zip(plan.sample_rows, result.token_ids, strict=True)
-            ids = tuple(VOCAB if names.get(row) == "bad" else token for row, token in drawn)
-            return StepResult(result.step, ids)
+class NotFinite(TokenMemoryBackend):
+    """Draws no token of the vocabulary behind the prompts of requests whose id begins with "bad"."""
 
-    backend = NotFinite()
-    VOCAB = backend.capability().vocab_size  # noqa: N806
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        result = super().execute(plan)
+        names = {op.row: op.request_id for op in plan.prefills}
+        drawn = zip(plan.sample_rows, result.token_ids, strict=True)
+        bad, vocab_size = {row for row in names if names[row].startswith("bad")}, self._capability.vocab_size
+        return StepResult(result.step, tuple(vocab_size if row in bad else token for row, token in drawn))
+
+
+def test_kv_of_logits_that_are_not_finite_is_not_kept() -> None:
     for as_computed in (False, True):
-        busy = engine(backend, index_as_computed=as_computed)
+        busy = engine(NotFinite(), index_as_computed=as_computed)
         busy.add(request("bad", range(20), 4))
         assert drain(busy)["bad"][-1].finish_reason is FinishReason.ERROR
         assert busy.kv.block_states().cached == 0
@@ -313,6 +318,127 @@ def test_kv_of_logits_that_are_not_finite_is_not_kept() -> None:
         [*_, last] = drain(busy)["good"]
         assert last.num_cached_tokens == 0
         busy.close()
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+def test_a_request_planned_ahead_keeps_the_blocks_that_it_shares(index: str) -> None:
+    """The one that computes them ends, and they are not to be kept."""
+    backend = NotFinite()
+    busy = engine(backend, index=index)
+    good = [*range(12), *range(50, 54)]
+    busy.add(request("bad", range(24), 4))
+    busy.add(request("good", good, 4))
+    got = drain(busy)
+    assert got["bad"][-1].finish_reason is FinishReason.ERROR
+    assert got["good"][0].num_cached_tokens == 12
+    assert [token for one in got["good"] for token in one.new_token_ids] == expected_tokens(backend, good, 4)
+    busy.close()
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+def test_a_prefix_of_a_step_in_flight_is_pinned_behind_it(index: str) -> None:
+    """The step has published it, and fails."""
+
+    class Fails(TokenMemoryBackend):
+        fails = True
+
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if self.fails and len(plan.prefills) == 2:
+                self.fails = False
+                raise CapacityError("for once")
+            return super().execute(plan)
+
+    backend, prompt = Fails(), range(18)
+    busy = engine(backend, strategy="vllm-like", index=index, index_as_computed=True)
+    busy.add(request("first", range(90, 94), 8))
+    busy.step()
+    for name in "ab":
+        busy.add(request(name, prompt, 4))
+    busy.step()
+    assert busy.kv.is_published("a")
+    pinned = busy.pin_prefix(Tokens(prompt), Namespace())
+    assert pinned.num_blocks == 0
+    got = drain(busy)
+    for name in "ab":
+        assert [t for one in got[name] for t in one.new_token_ids] == expected_tokens(backend, prompt, 4)
+    pinned.release()
+    busy.close()
+
+
+class ClearOnce:
+    """A pass that has the cache evicted in its first call."""
+
+    name = "clear_once"
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        if self.engine is not None:
+            self.engine.kv.clear_cache()
+            self.engine = None
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+@pytest.mark.parametrize(("num_shared", "num_behind", "token_s"), [(12, 21, 6e-5), (24, 29, 3.8e-5)])
+def test_a_load_behind_what_a_failed_step_has_published_is_dropped(
+    index: str, num_shared: int, num_behind: int, token_s: float
+) -> None:
+    """The load of "b" begins with what the step in flight computes for "a": a part of it, or all.
+
+    Loading these blocks alone, for "a", would take longer than computing them.
+    """
+
+    class FailsOnce(TokenMemoryBackend):
+        fails = False
+
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if self.fails:
+                self.fails = False
+                raise CapacityError("for once")
+            return super().execute(plan)
+
+    backend, clear = FailsOnce(num_blocks=40), ClearOnce()
+    busy = engine(backend, host_blocks=80, index=index, index_as_computed=True)
+    first, second = range(40), [*range(num_shared), *range(60, 60 + num_behind)]
+    busy.add(request("stored", second, 1))
+    drain(busy)
+    tiers = busy.kv.tiers
+    assert isinstance(tiers, HierarchyManager)
+    tiers._costs = PrefillCostModel(4, seconds_per_token=token_s)
+    busy.scheduler.use([clear, *strategies.make("priority")])
+    clear.engine, backend.fails = busy, True
+    busy.add(request("a", first, 4))
+    busy.add(request("b", second, 4))
+    busy.step()
+    assert not backend.fails
+    assert busy.kv.index.num_cached == 0
+    got = {name: [t for one in outputs for t in one.new_token_ids] for name, outputs in drain(busy).items()}
+    assert got == {name: expected_tokens(backend, p, 4) for name, p in {"a": first, "b": second}.items()}
+    assert tiers.states()[0].loaded > 0
+    busy.close()
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+def test_kv_that_is_not_kept_is_not_kept_by_a_load_that_has_not_started(index: str) -> None:
+    """A request of the same step has ended before, and expects a prompt that begins alike."""
+    backend, clear = NotFinite(num_blocks=40), ClearOnce()
+    busy = engine(backend, host_blocks=80, index=index)
+    first, second = range(20), [*range(12), *range(60, 81)]
+    busy.add(request("stored", second, 1))
+    drain(busy)
+    tiers = busy.kv.tiers
+    assert isinstance(tiers, HierarchyManager)
+    tiers._costs = PrefillCostModel(4, seconds_per_token=6e-5)
+    busy.scheduler.use([clear, *strategies.make("priority")])
+    clear.engine = busy
+    busy.add(replace(request("ends", range(90, 94), 1), kv_hints=hints("kv.expect", token_ids=second)))
+    busy.add(request("bad", first, 4))
+    busy.step()
+    assert busy.kv.index.num_cached == 1
+    drain(busy)
+    assert tiers.states()[0].loaded == 0
+    busy.close()
 
 
 @pytest.mark.parametrize("how", ["stop", "abort"])

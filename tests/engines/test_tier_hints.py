@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.kv_hints import HintStatus
-from sagellm.core.types import Tokens
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.core.types import NO_ACCOUNT, Account, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.engines.simulator.token_memory import TokenBytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, LOAD_MARGIN_S, KVHints
-from tests.builders import TENANT_A, fake_engine, request, run_all
+from tests.builders import TENANT_A, TENANT_B, expected_tokens, fake_engine, request, run_all
 from tests.engines.kv_scenes import (
     FILLER,
     NOBODY,
@@ -228,4 +233,100 @@ def test_what_another_tenant_has_cannot_be_expected() -> None:
     for target in ({"session_id": "old"}, {"token_ids": list(OLD)}):
         assert status(engine, hints("kv.expect", in_s=30, **target), TENANT_A) == ("not_found", 0)
     assert engine.idle_s() is None
+    engine.close()
+
+
+class LoadsFirst(TokenMemoryBackend):
+    """A step with `is_slow` computes only after a load has written a block, if one does so within 0.2 s."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=12)
+        self.is_slow = False
+        self.has_loaded = threading.Event()
+
+    def kv_bytes(self) -> TokenBytes:
+        has_loaded = self.has_loaded
+
+        class Noting(TokenBytes):
+            def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+                super().write_blocks(block_ids, data)
+                has_loaded.set()
+
+        return Noting(self._memory, self._capability.block_size)
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        if self.is_slow:
+            self.has_loaded.wait(0.2)
+        return super().execute(plan)
+
+
+def test_what_an_ended_request_expects_loads_behind_the_step_that_still_has_it() -> None:
+    """The step in flight writes a dropped token of the request into the block that it has given back."""
+    backend = LoadsFirst()
+    engine = fake_engine(backend, host_blocks=40, eviction="lru", overlap=True)
+    old, own = range(17), range(70, 79)
+    serve(engine, session("old", old))
+    for number in range(1, 4):
+        serve(engine, session(f"new {number}", range(20 * number, 20 * number + 25)))
+    assert resident(engine, old) == 0
+    end = expected_tokens(backend, own, 2)[1]
+    expects = hints("kv.expect", session_id="old")
+    engine.add(session("ends", own, 8, stop_token_ids=(end,), kv_hints=expects))
+    backend.is_slow = True
+    backend.has_loaded.clear()
+    run_all(engine)
+    backend.is_slow = False
+    assert resident(engine, old) == 4
+    engine.add(session("again", old, 3))
+    assert run_all(engine) == {"again": expected_tokens(backend, old, 3)}
+    engine.close()
+
+
+def shared_engine(ceiling: float) -> Engine:
+    """Tenant "b" has at most this part of the device, and three sessions of four blocks in host memory."""
+    shares = {"b": {"ceiling": ceiling}}
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=12), host_blocks=60, eviction="lru", tenant_shares=shares
+    )
+    for number in range(3):
+        serve(engine, session(f"b{number}", range(17 * number, 17 * number + 17), namespace=TENANT_B))
+    for tokens in (range(60, 85), range(84, 59, -1)):
+        serve(engine, session("a", tokens, namespace=TENANT_A))
+    return engine
+
+
+def test_what_a_tenant_expects_is_charged_to_it() -> None:
+    engine = shared_engine(0.5)
+    quota = engine.kv.quota
+    assert quota is not None
+    for number in range(3):
+        engine.hint(hints("kv.expect", session_id=f"b{number}"), TENANT_B)
+        run_all(engine)
+        assert quota.used(Account("b")) == (6 if number else 4)
+    assert quota.used(NO_ACCOUNT) == 6, "tenants without a share are charged together"
+    expects = hints("kv.expect", session_id="b0")
+    engine.add(session("c", range(90, 97), 1, namespace=TENANT_B, kv_hints=expects))
+    run_all(engine)
+    assert quota.used(Account("b")) <= 6
+    engine.close()
+
+
+def test_what_is_expected_leaves_room_for_what_runs() -> None:
+    """Four blocks could be evicted, and the running request may need one of them."""
+    engine = engine_with(40)
+    serve(engine, session("old", range(17)))
+    for first in (20, 45):
+        serve(engine, session("new", range(first, first + 25)))
+    engine.add(session("runs", range(65, 97), 8))
+    engine.step()
+    for expected in (0, 4):
+        engine.hint(hints("kv.expect", session_id="old"), NOBODY)
+        moves = engine.kv.tiers
+        assert moves is not None
+        while not moves.is_idle:
+            moves.start_loads()
+            moves.wait(1.0)
+            moves.poll()
+        assert resident(engine, range(17)) == expected
+        run_all(engine)
     engine.close()

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.manager.expected_later import ExpectedLater, Prefix, prefix_of
+from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
+from sagellm.kvmgr.manager.expected_later import Expected, ExpectedLater, Prefix, prefix_of
 
 MAX_PREFIXES, MAX_TOKENS = 4, 12
 NAMESPACES = st.sampled_from([Namespace(), Namespace(tenant="a")])
@@ -33,8 +33,8 @@ class Later(RuleBasedStateMachine):
         dropped = []
         while len(self.known) > MAX_PREFIXES or sum(len(key[1]) for _, key in self.known) > 4 * MAX_TOKENS:
             dropped.append(self.known.pop()[1])
-        found = self.later.add(self.now_s + in_s, Tokens(ids), namespace)
-        assert [prefix_of(*each) for each in found] == dropped
+        found = self.later.add(Expected(self.now_s + in_s, Tokens(ids), namespace, NO_ACCOUNT))
+        assert [prefix_of(each.tokens, each.namespace) for each in found] == dropped
 
     @rule(ids=PROMPTS, namespace=NAMESPACES)
     def forget(self, ids: list[int], namespace: Namespace) -> None:
@@ -47,7 +47,8 @@ class Later(RuleBasedStateMachine):
         self.now_s += seconds
         due = [prefix for due_s, prefix in self.known if due_s <= self.now_s]
         self.known = [entry for entry in self.known if entry[1] not in due]
-        assert [prefix_of(*each) for each in self.later.take_due(self.now_s)] == due
+        found = self.later.take_due(self.now_s)
+        assert [prefix_of(each.tokens, each.namespace) for each in found] == due
 
     @invariant()
     def agrees(self) -> None:

@@ -48,6 +48,9 @@ class NoBytes:
     def lock_pages(self, buffer: memoryview) -> None:
         pass
 
+    def follow_steps(self) -> None:
+        pass
+
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         pass
 

@@ -253,6 +253,7 @@ class Engine:
         return self._capability
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
+        self._drain()  # a step in flight that has published the prefix may fail
         hit = self.kv.pin_prefix(tokens, namespace)
         return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
 
@@ -343,8 +344,6 @@ class Engine:
         if self._in_flight is not None and not self._recovery.isolates:
             following = self._planner.plan_ahead(current, self.view)
         self._complete(current, following)
-        if self.kv.tiers is not None:
-            self.kv.tiers.start_loads()
         return self._take_outputs()
 
     def _move_kv(self, waits: KVWaits) -> bool:
@@ -364,12 +363,18 @@ class Engine:
         return table.num_for_kv < len(table.waiting)
 
     def _complete(self, current: InFlightStep, following: PlannedStep | None = None) -> None:
-        """Execute or await a step and commit it; `following` starts in between."""
+        """Execute or await a step and commit it; `following` starts in between.
+
+        So do loads that were requested meanwhile: `following` writes none of their blocks. It may write
+        blocks that the commit frees, so loads that are requested there start after it.
+        """
         if self._in_flight is not None:
             current.drop_finished(self._request_table.decodes)
             self._in_flight = None
         self.last_plan = current.plan
         result = self._execute(current, following)
+        if self.kv.tiers is not None:
+            self.kv.tiers.start_loads()
         if result is not None:
             self._commit(current, result)
         self._num_steps += 1
@@ -469,7 +474,12 @@ class Engine:
         return result
 
     def _undo(self, binding: Binding, following: PlannedStep | None) -> None:
-        """Give back the blocks of a failed step; its admitted requests wait again."""
+        """Give back the blocks of a failed step; its admitted requests wait again.
+
+        So do requests whose loads have not started: they may begin with what the step has published.
+        """
+        if self.kv.tiers is not None:
+            self.kv.tiers.drop_unstarted()
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):

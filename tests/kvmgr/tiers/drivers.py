@@ -67,6 +67,9 @@ class FakeDevice:
     def lock_pages(self, buffer: memoryview) -> None:
         self.locked.append(buffer)
 
+    def follow_steps(self) -> None:
+        pass
+
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         self._fail_at_random(target)
         target[:] = self.blocks[list(block_ids)].tobytes()

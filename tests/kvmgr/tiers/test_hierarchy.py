@@ -15,11 +15,15 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import NO_USE
 from sagellm.core.protocols.kv_tiers import BlockFormat, ReadOutcome, StoredBlock, Tail, TierLookup
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Namespace, Tokens
-from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.eviction import LRUPolicy, PrefillCostModel
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
+from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.kv_pool.tiers import hierarchy
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 from sagellm.kvmgr.prefix_cache.fingerprint import block_hash
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.kvmgr.tiers.drivers import BLOCK_BYTES, SIZE, FaultyStorage, User, content, hashes_of
 
 SPACE = Namespace()
@@ -222,6 +226,27 @@ def test_a_tail_that_is_given_up_leaves_no_block(user: User, how: str) -> None:
     user.hierarchy.close()
 
 
+@pytest.mark.parametrize("how", ["drop_unstarted", "give_way", "clear"])
+def test_a_load_that_has_not_started_is_dropped_without_a_write(user: User, how: str) -> None:
+    """A step that computes may still write to its blocks."""
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    assert user.hierarchy.request("a", tokens, Namespace(), 8, start=False) is TierLookup.HIT_PENDING
+    num_moves = user.migrator._num_moves
+    assert getattr(user.hierarchy, how)()
+    assert not user.hierarchy.drop_unstarted()
+    assert user.migrator._num_moves == num_moves
+    assert user.hierarchy.is_idle
+    assert user.hierarchy.poll() == ["a"]
+    assert user.arrivals.num_blocks == 0
+    user.check()
+    user.hierarchy.close()
+
+
 def test_blocks_without_their_prefix_are_not_published(user: User) -> None:
     arrival = user.arrivals.begin_receive(prompt(1, 4), Namespace(), 4, first=2)
     assert arrival is not None
@@ -329,6 +354,33 @@ def test_after_a_restart_the_session_used_longest_ago_is_evicted_first() -> None
         lengths = [tier.lookup(prompt(name + 1, 5, shared=3), SPACE).num_blocks for name in range(6)]
         assert lengths == [5] * num_left + [3] * (6 - num_left)
     user.hierarchy.close()
+
+
+@pytest.mark.parametrize("kind", ["tenants", "classes"])
+def test_a_restart_finds_blocks_beside_a_ceiling_of_requests_without_a_name(kind: str) -> None:
+    """They count for no share, and go first."""
+    storage = FaultyStorage(8)
+    first = User(8, [(Tier.NVME, storage)])
+    first.serve(prompt(1, 6), "a")
+    first.settle()
+    first.hierarchy.close()
+    shares: dict[str, dict[str, tuple[float, float | None]]] = {"tenants": {}, "classes": {}}
+    shares[kind][""] = (0.0, 0.5)
+    quota = QuotaManager.from_fractions(8, shares["tenants"], shares["classes"])
+    index, pool = RadixIndex(SIZE, policy_factory=LRUPolicy), FreeListPool(8, SIZE, quota=quota)
+    tier = KVTier(Tier.NVME, index, pool, storage, quota)
+    assert tier.recover(block_hash) == 6
+    assert tier.lookup(prompt(1, 6), Namespace()).num_blocks == 6
+    store = tier.begin_store(prompt(2, 4), Namespace(), 4)
+    assert store is not None
+    tier.end_store(store, 4)
+    assert tier.begin_store(prompt(3, 5), Namespace(), 5) is None, "above the ceiling"
+    assert (tier.num_evicted, quota.used(NO_ACCOUNT)) == (2, 4)
+    tier.check()
+    quota.check()
+    assert tier.clear() == 8
+    assert pool.num_free == 8
+    quota.check()
 
 
 def test_what_a_preempted_request_has_lost_is_not_evicted() -> None:

@@ -397,7 +397,8 @@ class Instances(RuleBasedStateMachine):
             self.users[user].end_tail(name, leaves=leaves)
 
     @rule(
-        user=st.integers(0, 1), what=st.sampled_from(["poll", "give_way", "clear", "settle", "start_loads"])
+        user=st.integers(0, 1),
+        what=st.sampled_from(["poll", "give_way", "clear", "settle", "start_loads", "drop_unstarted"]),
     )
     def move(self, user: int, what: str) -> None:
         if what == "settle":

@@ -148,7 +148,7 @@ class KVCodec(Protocol):
 
 
 class BlockBytes(Protocol):
-    """The KV blocks of a backend as bytes. Its methods run on worker threads, beside the engine's steps.
+    """The KV blocks of a backend as bytes. Worker threads copy them, beside the engine's steps.
 
     The caller makes sure that no step writes the blocks that are read, nor reads the blocks that are written.
     A block has `bytes_per_block` bytes, in the order of the backend's layout. `numa_node`: the memory node
@@ -162,6 +162,13 @@ class BlockBytes(Protocol):
         """Page-lock a buffer, if the device then copies faster to and from it.
 
         It stays locked, and is kept, as long as this object lives. A system that refuses is no error.
+        """
+
+    def follow_steps(self) -> None:
+        """Have later copies come behind the steps that were executed so far.
+
+        A device may still compute a step whose result was not waited for. For the thread that executes
+        steps, or commits them.
         """
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
@@ -424,7 +431,16 @@ class KVTiers(Protocol):
         """Whether its `request` answered HIT_PENDING, and `poll` has not named it since."""
 
     def start_loads(self) -> None:
-        """Begin the loads that were requested with `start=False`."""
+        """Begin the loads that were requested with `start=False`.
+
+        No step that computes now may write to their blocks.
+        """
+
+    def drop_unstarted(self) -> bool:
+        """End the loads that `start_loads` has not begun; False without any.
+
+        Their blocks are free, and `poll` names their requests.
+        """
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its load stops. To be called for each that was asked for."""

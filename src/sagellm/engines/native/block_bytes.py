@@ -24,7 +24,8 @@ class PoolBytes:
 
     `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
     copies whole rows at the speed of memory; torch's indexing takes two to three times as long. A GPU gathers
-    rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for.
+    rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for, so
+    that a later step finds what was written.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -55,6 +56,14 @@ class PoolBytes:
             )
             with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel
                 torch.ones(1, device=self._device)
+
+    def follow_steps(self) -> None:
+        """Threads launch steps, recorded ones too, on their current stream: the device's default one.
+
+        A stream of torch does not wait for that one by itself.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         rows, ids = self._rows(target, len(block_ids)), np.asarray(block_ids, np.int64)

@@ -52,6 +52,9 @@ class TokenBytes:
     def lock_pages(self, buffer: memoryview) -> None:
         pass
 
+    def follow_steps(self) -> None:
+        """A step is computed when `execute` returns."""
+
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]
         target[:] = b"".join([_ENTRY.pack(*(self._memory[slot] or _EMPTY)) for slot in slots])

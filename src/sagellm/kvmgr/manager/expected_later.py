@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple, TypeAlias
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, Namespace, Tokens
 
 Prefix: TypeAlias = tuple[Namespace, bytes]
 """What two equal prefixes have in common: the namespace and the tokens' bytes."""
@@ -17,10 +17,13 @@ def prefix_of(tokens: Tokens, namespace: Namespace) -> Prefix:
     return namespace, tokens.tobytes()
 
 
-class _Entry(NamedTuple):
+class Expected(NamedTuple):
+    """A prefix to prepare for from `due_s` on; `account` pays for what is loaded."""
+
     due_s: float
     tokens: Tokens
     namespace: Namespace
+    account: Account
 
 
 class ExpectedLater:
@@ -32,7 +35,7 @@ class ExpectedLater:
 
     def __init__(self, max_prefixes: int, max_tokens: int) -> None:
         self._max_prefixes, self._max_tokens = max_prefixes, max_tokens
-        self._entries: dict[Prefix, _Entry] = {}
+        self._entries: dict[Prefix, Expected] = {}
         self._order: list[tuple[float, Prefix]] = []  # the next one first
         self._num_tokens = 0
 
@@ -47,20 +50,19 @@ class ExpectedLater:
         """When the next one is due; infinite without any."""
         return self._order[0][0] if self._order else math.inf
 
-    def add(self, due_s: float, tokens: Tokens, namespace: Namespace) -> list[tuple[Tokens, Namespace]]:
+    def add(self, expected: Expected) -> list[Expected]:
         """Expect a prefix, in place of what was said of it before.
 
         Returns those that are dropped for it, maybe itself.
         """
-        prefix, dropped = prefix_of(tokens, namespace), []
+        prefix, dropped = prefix_of(expected.tokens, expected.namespace), []
         self.forget(prefix)
-        insort(self._order, (due_s, prefix))
-        self._entries[prefix] = _Entry(due_s, tokens, namespace)
-        self._num_tokens += len(tokens)
+        insort(self._order, (expected.due_s, prefix))
+        self._entries[prefix] = expected
+        self._num_tokens += len(expected.tokens)
         while len(self._order) > self._max_prefixes or self._num_tokens > self._max_tokens:
-            last = self._entries[self._order[-1][1]]
+            dropped.append(self._entries[self._order[-1][1]])
             self.forget(self._order[-1][1])
-            dropped.append((last.tokens, last.namespace))
         return dropped
 
     def forget(self, prefix: Prefix) -> None:
@@ -70,13 +72,12 @@ class ExpectedLater:
             self._num_tokens -= len(entry.tokens)
             del self._order[bisect_left(self._order, (entry.due_s, prefix))]
 
-    def take_due(self, now_s: float) -> list[tuple[Tokens, Namespace]]:
+    def take_due(self, now_s: float) -> list[Expected]:
         """Those that are due, which are not held any more."""
         due = []
         while self.next_s <= now_s:
-            entry = self._entries[self._order[0][1]]
+            due.append(self._entries[self._order[0][1]])
             self.forget(self._order[0][1])
-            due.append((entry.tokens, entry.namespace))
         return due
 
     def check(self) -> None:

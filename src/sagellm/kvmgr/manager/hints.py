@@ -20,9 +20,9 @@ from sagellm.core.plan import RequestState
 from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.kv_tiers import KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
-from sagellm.kvmgr.manager.expected_later import ExpectedLater, Prefix, prefix_of
+from sagellm.kvmgr.manager.expected_later import Expected, ExpectedLater, Prefix, prefix_of
 from sagellm.kvmgr.manager.similar_sessions import Session, SimilarSessions
 
 EXPECTED_FOR_S = 60.0
@@ -31,6 +31,8 @@ MAX_EXPECTED = 1024
 LOAD_MARGIN_S = 1.0
 """What is expected later begins to load so long before, beside the time that the load takes."""
 MIN_SIMILARITY = 0.8
+BringUp = Callable[[str, Tokens, Namespace, Account], None]
+"""Loads what tiers have of a path, under a name, for the account that pays."""
 
 
 class _Expected(NamedTuple):
@@ -45,7 +47,7 @@ class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
     Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
-    `tiers` have; from there, what is expected comes up. It keeps the tokens of the last `max_sessions`
+    `tiers` have; from there `bring_up` loads what is expected. It keeps the tokens of the last `max_sessions`
     sessions, up to `max_tokens` tokens together; as many tokens of what is expected later.
     """
 
@@ -57,11 +59,12 @@ class KVHints:
         *,
         checkpoints: Checkpoints | None = None,
         tiers: KVTiers | None = None,
+        bring_up: BringUp | None = None,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:
         self._index, self._checkpoints, self._tiers = index, checkpoints, tiers
-        self._num_prefetches = 0
+        self._bring_up, self._num_prefetches = bring_up, 0
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
@@ -82,7 +85,7 @@ class KVHints:
         if request.session_id is not None:
             self.remember(request.session_id, Tokens(state.tokens), request.namespace)
         if ended and request.kv_hints is not None:
-            self.apply(request.kv_hints, request.namespace, Tokens(state.tokens))
+            self.apply(request.kv_hints, request.namespace, Tokens(state.tokens), request.account)
 
     def remember(self, session_id: str, tokens: Tokens, namespace: Namespace) -> None:
         """The last request of a session is now this one, its answer included."""
@@ -103,13 +106,18 @@ class KVHints:
         return None if known is None else known[0]
 
     def apply(
-        self, envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None
+        self,
+        envelope: KVHintsEnvelope,
+        namespace: Namespace,
+        own: Tokens | None = None,
+        account: Account | None = None,
     ) -> tuple[HintOutcome, ...]:
         """Apply each action and report its outcome; never raises for an action.
 
-        `own`: the tokens of the request that brought the hints.
+        `own`: the tokens of the request that brought the hints; `account`: its account, else the tenant's.
         """
-        return tuple(self._act(action, namespace, own) for action in envelope.actions)
+        account = account or Account(namespace.tenant)
+        return tuple(self._act(action, namespace, own, account) for action in envelope.actions)
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
         """Have the hits of waiting requests evicted last, until the next call."""
@@ -141,8 +149,8 @@ class KVHints:
     def advance(self) -> None:
         """Begin what is expected soon, and end what was not used in time. Called in each step."""
         if self._later:
-            for tokens, namespace in self._later.take_due(self._now()):
-                self._expect(tokens, namespace)
+            for due in self._later.take_due(self._now()):
+                self._expect(due.tokens, due.namespace, due.account)
         if self._expected:
             self._mark_loaded()
             self._end_expectations()
@@ -155,7 +163,9 @@ class KVHints:
 
     # -- inside
 
-    def _act(self, action: KVHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
+    def _act(
+        self, action: KVHintAction, namespace: Namespace, own: Tokens | None, account: Account
+    ) -> HintOutcome:
         if not action.is_known:
             name = f"{action.action_type}@{action.action_version}"
             return HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=f"{name} is not known here")
@@ -177,9 +187,9 @@ class KVHints:
                 self._expect_no_more(tokens, namespace)
             num_blocks = self._apply(tokens, namespace, hint)
         elif (wait_s := self._wait_s(tokens, namespace, in_s)) <= 0:
-            num_blocks = self._expect(tokens, namespace)
+            num_blocks = self._expect(tokens, namespace, account)
         else:
-            num_blocks = self._expect_later(tokens, namespace, wait_s)
+            num_blocks = self._expect_later(tokens, namespace, account, wait_s)
             if num_blocks and prefix_of(tokens, namespace) not in self._later:
                 reason = "too much is expected before it: say so again when it is nearer"
                 return HintOutcome(action.action_id, HintStatus.INVALID, reason=reason)
@@ -216,29 +226,29 @@ class KVHints:
             return in_s - LOAD_MARGIN_S
         return in_s - LOAD_MARGIN_S - self._tiers.slowest_load_s(tokens, namespace)
 
-    def _expect(self, tokens: Tokens, namespace: Namespace) -> int:
+    def _expect(self, tokens: Tokens, namespace: Namespace, account: Account) -> int:
         """Have a prefix evicted last for a while, and loaded from tiers."""
         num_blocks, prefix = self._apply(tokens, namespace, Hint(expected=True)), prefix_of(tokens, namespace)
         self._later.forget(prefix)
         if num_blocks:
             self._expected.pop(prefix, None)
             self._expected[prefix] = _Expected(tokens, namespace, self._now() + EXPECTED_FOR_S)
-            if self._tiers is not None and prefix not in self._loading:
+            if self._bring_up is not None and prefix not in self._loading:
                 self._num_prefetches += 1
                 load = self._loading[prefix] = f"kv.expect {self._num_prefetches}"
-                self._tiers.request(load, tokens, namespace, len(tokens), start=False, asks=False)
+                self._bring_up(load, tokens, namespace, account)
             self._end_expectations()
         return num_blocks
 
-    def _expect_later(self, tokens: Tokens, namespace: Namespace, wait_s: float) -> int:
+    def _expect_later(self, tokens: Tokens, namespace: Namespace, account: Account, wait_s: float) -> int:
         """Expect a prefix in `wait_s` seconds, and have tiers evict it last until then."""
         num_blocks = self._index.lookup(tokens, namespace).num_blocks
         if self._tiers is not None:
             num_blocks = max(num_blocks, self._tiers.hint(tokens, namespace, Hint(expected=True)))
         if num_blocks:
-            for dropped in self._later.add(self._now() + wait_s, tokens, namespace):
+            for dropped in self._later.add(Expected(self._now() + wait_s, tokens, namespace, account)):
                 if self._tiers is not None:
-                    self._tiers.hint(*dropped, Hint(expected=False))
+                    self._tiers.hint(dropped.tokens, dropped.namespace, Hint(expected=False))
         return num_blocks
 
     def _expect_no_more(self, tokens: Tokens, namespace: Namespace) -> None:

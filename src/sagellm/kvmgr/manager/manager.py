@@ -129,7 +129,10 @@ class KVCacheManager:
         )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
-        self.hints = KVHints(index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers)
+        bring_up = None if tiers is None else self._bring_up_expected
+        self.hints = KVHints(
+            index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers, bring_up=bring_up
+        )
         state_pages = 0 if self.checkpoints is None else cdiv(self.checkpoints.state_pages, self.num_groups)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
@@ -323,6 +326,20 @@ class KVCacheManager:
         namespace = self.namespace_of(state.request.namespace)
         return state.request_id, state.tokens, namespace, state.max_reusable, self._account_of(state)
 
+    def _bring_up_expected(self, name: str, tokens: Tokens, namespace: Namespace, account: Account) -> None:
+        """Bring up a path that no request waits for.
+
+        Its account pays, and each running request may still have a block more.
+        """
+        assert self.tiers is not None
+        payer = NO_ACCOUNT if self.quota is None else self.quota.paying(account)
+        cached, num_whole = self.index.lookup(tokens, namespace), len(tokens) // self.block_size
+        wanted = self.quotes.blocks_to_admit(cached, num_whole * self.block_size - cached.num_tokens)
+        has_room = wanted + len(self._tables) <= self.quotes.available_blocks()
+        self.tiers.request(
+            name, tokens, namespace, len(tokens), payer, start=False, has_room=has_room, asks=False
+        )
+
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""
         if self.tiers is not None:
@@ -412,6 +429,8 @@ class KVCacheManager:
             self._registrar.register(blocks, state.num_computed)
             self._save(state, blocks, use, ended=ended)
         else:
+            if self.tiers is not None:
+                self.tiers.drop_unstarted()
             self._registrar.unpublish_all(blocks)
         self.index.unpin(blocks.hit, use)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import NamedTuple
 
 from sagellm.core.blocks import NO_PAGE
@@ -21,15 +22,26 @@ GROUP_PREFIX = "\0group:"
 
 
 class SharingGroups:
-    """Tenants that share their cache, by the name of their group."""
+    """Tenants that share their cache, by the name of their group.
+
+    Its namespace has a digest of its members: tiers keep blocks longer than one configuration lasts, and
+    share them with instances that have another.
+    """
 
     def __init__(self, group_of: Mapping[str, str]) -> None:
-        self._group_of = dict(group_of)
+        members: dict[str, list[str]] = {}
+        for tenant, group in sorted(group_of.items()):
+            members.setdefault(group, []).append(tenant)
+        digests = {group: blake2b(repr(names).encode(), digest_size=16) for group, names in members.items()}
+        self._shared = {
+            tenant: f"{GROUP_PREFIX}{group}:{digests[group].hexdigest()}"
+            for tenant, group in group_of.items()
+        }
 
     def namespace_of(self, namespace: Namespace) -> Namespace:
         """The namespace in the index: tenants of one sharing group have one together."""
-        group = self._group_of.get(namespace.tenant)
-        return namespace if group is None else namespace._replace(tenant=GROUP_PREFIX + group)
+        shared = self._shared.get(namespace.tenant)
+        return namespace if shared is None else namespace._replace(tenant=shared)
 
 
 class Publication(NamedTuple):

@@ -271,6 +271,8 @@ class HashedIndex(IndexBase[BlockRecord]):
         tokens: Tokens,
         block_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        account: Account = NO_ACCOUNT,
     ) -> BlockRecord:
         last = above if isinstance(above, BlockRecord) else None
         data, ids = tokens.tobytes(), array("i", block_ids)
@@ -280,7 +282,7 @@ class HashedIndex(IndexBase[BlockRecord]):
         new: list[BlockRecord] = []
         for number, block_id in enumerate(ids):
             block = data[number * self._block_bytes : (number + 1) * self._block_bytes]
-            last = self._records.add(last, block, block_id, namespace, self._leaves.default_share)
+            last = self._records.add(last, block, block_id, namespace, self._leaves.share(account))
             last.num_uses = 1
             new.append(last)
         self._enter(new)

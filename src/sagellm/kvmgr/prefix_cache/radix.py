@@ -151,11 +151,13 @@ class RadixIndex(IndexBase[Node]):
         tokens: Tokens,
         block_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        account: Account = NO_ACCOUNT,
     ) -> Node:
         edge = tokens.tobytes()
         parent = above if isinstance(above, Node) else self.tree.root(namespace)
         self._check_extension(edge, block_ids, is_there=edge[: self._block_bytes] in parent.children)
-        node = self._grow(parent, edge, block_ids, self._leaves.default_share)
+        node = self._grow(parent, edge, block_ids, self._leaves.share(account))
         node.num_uses = 1
         self._leaves.add(node)
         return node
@@ -174,8 +176,10 @@ class RadixIndex(IndexBase[Node]):
         node = hit.node
         if not hit.num_blocks or not isinstance(node, Node):
             return
-        others = node.pins > 1 or node.children
-        if not node.num_ends or node.end_block != hit.num_blocks or (existing < hit.num_blocks and others):
+        new = [above for above in node.path() if above.end_block > existing]
+        num_followers = sum(len(above.children) for above in new)
+        others = any(above.pins > 1 for above in new) or num_followers > len(new[1:])
+        if not node.num_ends or node.end_block != hit.num_blocks or others:
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
         self._unpin(node)
         self._ghost = Ghost(self._clock.now(), "retracted")

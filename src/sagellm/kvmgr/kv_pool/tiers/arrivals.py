@@ -83,8 +83,9 @@ class PrefixArrivals:
             )
         index, blocks, entered = self._index, found.blocks, 0
         self.num_changes += 1
-        if num_blocks:
-            ids = index.block_ids(found.prefix) + arrival.block_ids[:num_blocks]
+        ids = index.block_ids(found.prefix)
+        if num_blocks and len(ids) == arrival.first:  # else the blocks would enter at other positions
+            ids += arrival.block_ids[:num_blocks]
             path = arrival.tokens.slice(0, len(ids) * index.block_size)
             whole = index.insert(
                 Tokens.frombytes(bytes(path)), ids, arrival.namespace, account=blocks.account, pin=True

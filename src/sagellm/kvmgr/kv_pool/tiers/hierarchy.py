@@ -381,6 +381,20 @@ class HierarchyManager:
             self._move_of[load.request_id] = move_id
         self._unstarted.clear()
 
+    def drop_unstarted(self) -> bool:
+        has_any = bool(self._unstarted)
+        for _, load in self._unstarted:
+            self._drop(load)
+            del self._move_of[load.request_id]
+            self._came.append(load.request_id)
+        self._unstarted.clear()
+        return has_any
+
+    def _drop(self, load: _Load) -> None:
+        """Give back the blocks of a load that no thread has seen."""
+        load.tier.index.unpin(load.source, is_use=False)
+        self.arrivals.abort(load.arrival)
+
     def cancel(self, request_id: str) -> None:
         """See `KVTiers`. Blocks that have come already are cached, those of a tail are free again."""
         self._forget(request_id)
@@ -391,8 +405,7 @@ class HierarchyManager:
         for plan, load in self._unstarted:
             if load.request_id == request_id:
                 self._unstarted.remove((plan, load))
-                load.tier.index.unpin(load.source, is_use=False)
-                self.arrivals.abort(load.arrival)
+                self._drop(load)
                 return
 
     def _drop_tail(self, request_id: str) -> None:
@@ -563,7 +576,7 @@ class HierarchyManager:
             self._measured.add(load.tier.tier)
 
     def give_way(self) -> bool:
-        self.start_loads()  # so that these end by a report, too
+        has_dropped = self.drop_unstarted()
         self._drop_offers()
         tails = [load.request_id for load in self._loads.values() if load.is_tail]
         had_tails = bool(self._tails)
@@ -571,7 +584,7 @@ class HierarchyManager:
             self._drop_tail(request_id)
             self._move_of.pop(request_id, None)
         if not self._stores and not self._loads:
-            return had_tails
+            return had_tails or has_dropped
         for move_id in (*self._stores, *self._loads):
             self._migrator.cancel(move_id)
         for load in self._loads.values():
@@ -611,7 +624,7 @@ class HierarchyManager:
 
     def close(self) -> None:
         """Cancel what is under way, take in its ends, and close the storages."""
-        self.start_loads()
+        self.drop_unstarted()
         self._drop_offers()
         if self._remote is not None:
             self._remote.close()

@@ -184,6 +184,7 @@ class KVMigrator:
         return not self._moves
 
     def migrate(self, plan: MigrationPlan) -> int:
+        self._device.follow_steps()  # once for all chunks: a wait may take as long as a step
         self._num_moves += 1
         move_id = self._num_moves
         move = self._moves[move_id] = _Move(MigrationReport(move_id, plan))

@@ -29,6 +29,8 @@ from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 
 log = logging.getLogger("sagellm.tiers")
 OWNER = "tier index"
+RECOVERED = Account("\0recovered", "\0recovered")
+"""Is charged for blocks from before a restart, if accounts have shares. It has none, and no ceiling."""
 
 
 @dataclass(slots=True)
@@ -180,6 +182,7 @@ class KVTier:
         to be evicted. Linear in the number of blocks.
         """
         stored = self.storage.recover()
+        account = NO_ACCOUNT if self._quota is None else RECOVERED
         sound = [block for block in stored if self._is_sound(block, block_hash)]
         if len(sound) < len(stored):
             log.warning("the tier %s: dropped %d damaged rows", self.tier, len(stored) - len(sound))
@@ -188,10 +191,10 @@ class KVTier:
         """Where an inserted path ends or branches."""
         for leaf in sorted(whole.values(), key=lambda block: block.used_s):
             if leaf.token_hash not in num_children:
-                self._insert_path(leaf, whole, num_children, ends)
+                self._insert_path(leaf, whole, num_children, ends, account)
         slots = {block.slot for block in whole.values()}
         self.storage.forget([block.slot for block in stored if block.slot not in slots])
-        self._give_slots_to_index(slots)
+        self._give_slots_to_index(slots, account)
         return len(slots)
 
     def _is_sound(self, block: StoredBlock, block_hash: BlockHash) -> bool:
@@ -204,6 +207,7 @@ class KVTier:
         whole: Mapping[bytes, StoredBlock],
         num_children: Mapping[bytes, int],
         ends: dict[bytes, IndexNode],
+        account: Account,
     ) -> None:
         """Insert the path up to a leaf behind what `ends` has of it, in pieces that end where it branches."""
         pieces, above = [[leaf]], leaf.parent
@@ -217,11 +221,12 @@ class KVTier:
             piece.reverse()
             tokens = Tokens.frombytes(b"".join([block.tokens for block in piece]))
             slots = array("i", [block.slot for block in piece])
-            node = ends[piece[-1].token_hash] = self.index.extend(node, tokens, slots, leaf.namespace)
+            end = self.index.extend(node, tokens, slots, leaf.namespace, account=account)
+            node = ends[piece[-1].token_hash] = end
 
-    def _give_slots_to_index(self, slots: set[int]) -> None:
+    def _give_slots_to_index(self, slots: set[int], account: Account) -> None:
         """Take these slots out of the fresh pool, for the index."""
-        every = self.pool.allocate(self.pool.total_blocks, OWNER)
+        every = self.pool.allocate(self.pool.total_blocks, OWNER, account)
         assert every is not None
         unused = [slot for slot in every.block_ids if slot not in slots]
         if unused:
