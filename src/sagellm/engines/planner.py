@@ -88,7 +88,7 @@ class Planner:
                 self._table.limit(state, None)
             else:
                 draft.hold(state)
-                draft.record("load", state, "hold", "KV of its next tokens is on its way")
+                draft.record("tiers", state, "hold", "KV of its next tokens is on its way")
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
         """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
