@@ -17,6 +17,7 @@ from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import SLAB_FILE
+from tests.builders import split_loads
 from tests.engines.native.tiered import (
     BLOCK,
     WHOLE,
@@ -90,6 +91,29 @@ def test_the_same_tokens_in_half_precision(
     [state] = hierarchy(tiered).states()
     assert state.loaded == 4 * WHOLE // BLOCK
     assert not state.misses
+    tiered.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_the_same_tokens_where_the_head_is_computed_and_the_tail_loaded(
+    tmp_path: Path, kind: str, overlap: bool, tier: dict[str, Any]
+) -> None:
+    save_tiny(tmp_path / "model", kind)
+    alone = engine(tmp_path / "model")
+    expected = [ask(alone, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts(count=2))]
+    alone.close()
+    room = {"kv.num_blocks": 40, "scheduler.max_batched_tokens": 16, "scheduler.max_num_seqs": 4}
+    tiered = engine(tmp_path / "model", **tier, **room, **{"engine.overlap": overlap})
+    assert [ask(tiered, f"0-{i}", prompt)[0] for i, prompt in enumerate(prompts(count=2))] == expected
+    tiered.clear_cache()
+    split_loads(tiered.kv)
+    for i, prompt in enumerate(prompts(count=2)):
+        drawn, num_cached = ask(tiered, f"1-{i}", prompt)
+        assert drawn == expected[i]
+        assert 0 < num_cached < WHOLE
+    assert tiered._kv_waits is not None
+    assert tiered._kv_waits.num_tails == 2
     tiered.close()
 
 
