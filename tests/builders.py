@@ -110,7 +110,7 @@ def split_loads(kv: KVCacheManager) -> None:
     """Loading a block is a little faster than computing it: a request that is alone computes half of each."""
     assert isinstance(kv.tiers, HierarchyManager)
     kv.tiers._costs = PrefillCostModel(kv.block_size, seconds_per_token=1 / kv.block_size)
-    kv.tiers._bytes_per_s = dict.fromkeys(kv.tiers._bytes_per_s, kv.tiers._block_bytes / 0.9)
+    kv.tiers.speeds.set_all(kv.tiers.speeds.bytes_per_block / 0.9)
 
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:

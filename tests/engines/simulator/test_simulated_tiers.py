@@ -24,8 +24,9 @@ from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.models import model
 from sagellm.engines.simulator.tiers import SimulatedMigrator, SimulatedStorage
-from sagellm.kvmgr.kv_pool.tiers.hierarchy import FIRST_BYTES_PER_S, LATENCY_S, HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.speeds import FIRST_BYTES_PER_S, LATENCY_S
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 from tests.effort import examples
 
@@ -273,14 +274,14 @@ def test_writing_says_how_fast_a_tier_is_until_something_was_loaded() -> None:
     engine = build_engine(config, configured_backend(cost, config, ManualClock()))
     tiers = engine.kv.tiers
     assert isinstance(tiers, HierarchyManager)
-    assert tiers.bandwidths() == {Tier.DRAM: FIRST_BYTES_PER_S}
+    assert tiers.speeds.bandwidths() == {Tier.DRAM: FIRST_BYTES_PER_S}
     num_waits = []
     for name, num_tokens in (("a", 1024), ("one block", 17), ("b", 1024)):
         engine.add(ask(name, num_tokens, 1))
         while engine.has_work():
             engine.step()
         engine.clear_cache()
-        assert tiers.bandwidths()[Tier.DRAM] == pytest.approx(50e9)
+        assert tiers.speeds.bandwidths()[Tier.DRAM] == pytest.approx(50e9)
         num_waits.append(engine.diagnostics().num_kv_waits)
     assert num_waits == [0, 0, 1]
 

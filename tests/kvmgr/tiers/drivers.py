@@ -386,8 +386,7 @@ class User:
         What the device can evict is gone.
         """
         self._make_room(self.pool.total_blocks)
-        bytes_per_s = BLOCK_BYTES / (0.9 * SIZE)
-        self.hierarchy._bytes_per_s = {tier.tier: bytes_per_s for tier in self.tiers}
+        self.hierarchy.speeds.set_all(BLOCK_BYTES / (0.9 * SIZE))
 
     def begin_tail(
         self, tokens: Tokens, name: str, namespace: Namespace = Namespace(), tail_blocks: int = 4

@@ -18,7 +18,7 @@ from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Namespace, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy, PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
-from sagellm.kvmgr.kv_pool.tiers import hierarchy
+from sagellm.kvmgr.kv_pool.tiers import hierarchy, saves
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
@@ -156,9 +156,9 @@ def test_loading_that_takes_longer_than_computing_is_not_done(user: User) -> Non
     for name in (2, 3):
         user.serve(prompt(name, 4), f"r{name}")
     user.settle()
-    user.hierarchy._bytes_per_s[Tier.DRAM] = 1.0
+    user.hierarchy.speeds.set_all(1.0)
     assert user.hierarchy.request("slow", tokens, Namespace(), len(tokens)) is TierLookup.MISS
-    user.hierarchy._bytes_per_s[Tier.DRAM] = 1e9
+    user.hierarchy.speeds.set_all(1e9)
     assert user.hierarchy.request("fast", tokens, Namespace(), len(tokens)) is TierLookup.HIT_PENDING
     user.hierarchy.cancel("fast")
     user.settle()
@@ -222,6 +222,52 @@ def test_a_tail_that_is_given_up_leaves_no_block(user: User, how: str) -> None:
         getattr(user.hierarchy, how)()
     assert user.arrivals.num_blocks == 0
     assert user.hierarchy.take_tail("b") == Tail()
+    user.check()
+    user.hierarchy.close()
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_requests_with_one_prompt_share_a_load(user: User, start: bool) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    hierarchy, disk = user.hierarchy, user.tiers[0].storage
+    assert isinstance(disk, FaultyStorage)
+    disk.gate.clear()
+    longer = Tokens([*tokens, *range(50, 50 + SIZE)])
+    for request_id in "abcd":
+        asked = longer if request_id == "d" else tokens
+        assert hierarchy.request(request_id, asked, SPACE, 8, start=start) is TierLookup.HIT_PENDING
+    assert hierarchy.request("other", tokens, Namespace("b"), 8, start=start) is TierLookup.MISS
+    user.check()
+    assert user.arrivals.num_blocks == 4
+    hierarchy.cancel("a")
+    hierarchy.cancel("c")
+    disk.gate.set()
+    assert sorted(user.settle()) == ["b", "d"]
+    assert user.tiers[0].num_loaded == 4
+    assert user.index.lookup(tokens).num_blocks == 4
+    user.check()
+    hierarchy.close()
+
+
+def test_a_shared_load_stops_with_its_last_request(user: User) -> None:
+    tokens = prompt(1, 4)
+    user.serve(tokens, "first")
+    user.settle()
+    for name in (2, 3):
+        user.serve(prompt(name, 4), f"r{name}")
+    user.settle()
+    for request_id in "ab":
+        assert user.hierarchy.request(request_id, tokens, SPACE, 8, start=False) is TierLookup.HIT_PENDING
+    user.hierarchy.cancel("a")
+    assert user.arrivals.num_blocks == 4
+    user.hierarchy.cancel("b")
+    assert user.arrivals.num_blocks == 0
+    assert user.hierarchy.is_idle
     user.check()
     user.hierarchy.close()
 
@@ -426,7 +472,7 @@ def test_a_path_that_is_being_written_is_not_written_twice() -> None:
 def test_a_path_with_more_blocks_than_may_be_under_way_goes_down_in_parts(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", most * BLOCK_BYTES)
+    monkeypatch.setattr(saves, "MAX_PENDING_BYTES", most * BLOCK_BYTES)
     user = User(40, [(Tier.DRAM, FaultyStorage(64)), (Tier.NVME, FaultyStorage(20))])
     user.serve(prompt(1, 30), "long")
     user.settle()
@@ -438,7 +484,7 @@ def test_a_path_with_more_blocks_than_may_be_under_way_goes_down_in_parts(
 
 
 def test_parts_that_a_filter_refuses_are_not_sent_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr(saves, "MAX_PENDING_BYTES", 5 * BLOCK_BYTES)
     filters = {Tier.NVME: AdmissionFilter(64, 2)}
     user = User(40, [(Tier.NVME, FaultyStorage(64))], filters=filters)
     user.serve(prompt(1, 30), "long")

@@ -12,7 +12,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.kv_pool.tiers import hierarchy
+from sagellm.kvmgr.kv_pool.tiers import saves
 from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator, MigrationPlan, MigrationReport, MoveTarget
 from tests.kvmgr.tiers.drivers import (
     BLOCK_BYTES,
@@ -180,7 +180,7 @@ def test_what_is_under_way_when_it_is_closed_is_reported() -> None:
 
 def test_what_is_beyond_the_pending_bytes_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is saved when it is offered again."""
-    monkeypatch.setattr(hierarchy, "MAX_PENDING_BYTES", 6 * BLOCK_BYTES)
+    monkeypatch.setattr(saves, "MAX_PENDING_BYTES", 6 * BLOCK_BYTES)
     disk = FaultyStorage(32)
     user = User(16, [(Tier.DRAM, FaultyStorage(32)), (Tier.NVME, disk)])
     first, second = Tokens(range(4 * SIZE)), Tokens(range(100, 100 + 4 * SIZE))

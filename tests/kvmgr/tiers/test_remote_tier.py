@@ -232,10 +232,10 @@ def test_a_load_that_takes_longer_than_computing_is_given_up(server: FakeServer)
     user.clock.advance(11.0)
     assert user.hierarchy.poll() == []
     user.clock.advance(1.1)
-    before = user.hierarchy.bandwidths()[Tier.REMOTE]
+    before = user.hierarchy.speeds.bandwidths()[Tier.REMOTE]
     assert user.hierarchy.poll() == ["a"]
     assert user.pool.num_free == 8
-    assert user.hierarchy.bandwidths()[Tier.REMOTE] < before
+    assert user.hierarchy.speeds.bandwidths()[Tier.REMOTE] < before
     server.gate.set()
     user.check()
     user.hierarchy.close()

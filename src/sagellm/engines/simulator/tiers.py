@@ -16,8 +16,8 @@ from sagellm.core.blocks import Tier
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_tiers import BlockStorage, Buffer, ReadOutcome, StoredBlock
-from sagellm.kvmgr.kv_pool.tiers.hierarchy import LATENCY_S
 from sagellm.kvmgr.kv_pool.tiers.migrator import CHUNK_BYTES, HashesOf, MigrationPlan, MigrationReport
+from sagellm.kvmgr.kv_pool.tiers.speeds import LATENCY_S
 
 
 class SimulatedStorage:

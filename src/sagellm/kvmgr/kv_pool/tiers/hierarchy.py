@@ -12,66 +12,30 @@ line in the log; what it cannot read is a miss, and the engine goes on.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, Tail, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
+from sagellm.kvmgr.kv_pool.tiers.saves import BlockOfTier, TierSaves
+from sagellm.kvmgr.kv_pool.tiers.speeds import LATENCY_S, REGAINED, TransferSpeeds
 from sagellm.kvmgr.kv_pool.tiers.split_load import first_of_tail
-from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 
 log = logging.getLogger("sagellm.tiers")
-MAX_PENDING_BYTES = 1 << 30
-"""Bytes of all moves under way, beyond which nothing more is saved. A path with more is saved in parts."""
-FIRST_BYTES_PER_S = 1e9
-"""Assumed bandwidth of a tier from which nothing has been read yet, unless writing to it was faster."""
-MAX_LATER = 256
-"""Paths that wait to be offered again, beyond which nothing more is saved: each pins blocks of the device."""
-ANY_BLOCK = -1
 MAX_CALL_S = 10.0
 """A tier whose storage does not return for so long is not used any more."""
-LATENCY_S = 1e-3
-"""Assumed time of a load before its first byte."""
-FEWEST_MEASURED_BYTES = 1 << 20
-"""Loads of fewer bytes say nothing about bandwidth."""
 MAX_HELD_SHARE = 0.5
 """Share of a tier that preempted requests may hold together."""
-REGAINED = 1.05
-"""Each load that is refused raises the assumed bandwidth of its tier by this factor, if it is below
-`FIRST_BYTES_PER_S`, so that a tier that was slow once is tried again."""
-
-
-@dataclass(slots=True)
-class _Store:
-    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written, by tier."""
-
-    hit: PrefixHit
-    stores: dict[Tier, TierStore]
-    blocks: set[tuple[Tier, int]]
-
-
-@dataclass(slots=True)
-class _Offer:
-    """A path that waits to be offered to a tier; `hit` pins it.
-
-    `num_known`: blocks that the tier had when a part of the path was sent there; -1 before the first.
-    """
-
-    tier: KVTier
-    hit: PrefixHit
-    account: Account
-    use: Use | None
-    num_known: int
 
 
 @dataclass(slots=True)
@@ -84,12 +48,12 @@ class _Hold:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks on their way up for a request, until `until_s` at most. `source` pins them in their tier.
+    """Blocks on their way up for requests, until `until_s` at most. `source` pins them in their tier.
 
-    `is_tail`: the request computes those before them meanwhile.
+    `is_tail`: its request computes those before them meanwhile.
     """
 
-    request_id: str
+    request_ids: list[str]
     tier: KVTier
     source: PrefixHit
     arrival: Arrival
@@ -102,7 +66,7 @@ class HierarchyManager:
 
     `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` says how long
     computing blocks again takes; they are loaded if that is faster. A `RemoteTier` is asked for each request
-    before anything is loaded from it.
+    before anything is loaded from it. `speeds`: how fast loads from each tier are taken to be.
     """
 
     def __init__(
@@ -115,19 +79,15 @@ class HierarchyManager:
         bytes_per_block: int,
     ) -> None:
         self._index, self.arrivals, self.tiers = index, arrivals, tuple(tiers)
-        self._migrator, self._costs, self._block_bytes = migrator, costs, bytes_per_block
-        self._stores: dict[int, _Store] = {}
-        self._storing: set[tuple[Tier, int]] = set()
-        self._later: dict[tuple[Tier, int], list[_Offer]] = {}
-        """By tier and the block whose write they wait for."""
-        self._is_holding = False
+        self._migrator, self._costs = migrator, costs
+        self._saves = TierSaves(index, self.tiers, migrator, bytes_per_block)
+        self.speeds = TransferSpeeds([tier.tier for tier in tiers], bytes_per_block)
         self._loads: dict[int, _Load] = {}
         self._holds: dict[str, _Hold] = {}
-        self._move_of: dict[str, int] = {}
+        self._waiting: set[str] = set()
+        """Requests that wait for a load, or for an answer of the shared store."""
         self._tails: dict[str, Tail] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
-        self._bytes_per_s = {tier.tier: FIRST_BYTES_PER_S for tier in tiers}
-        self._measured: set[Tier] = set()
         self._came: list[str] = []
         self._remote = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
 
@@ -136,105 +96,7 @@ class HierarchyManager:
     def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT, use: Use | None = None) -> None:
         if not hit.num_blocks:
             return
-        self._offer_to(self.tiers, hit, account, use)
-
-    def _offer_to(
-        self,
-        tiers: Sequence[KVTier],
-        hit: PrefixHit,
-        account: Account,
-        use: Use | None,
-        num_known: int = -1,
-    ) -> None:
-        """Write what tiers lack of a path.
-
-        A tier into which the first of these blocks is being written is offered the path again behind that;
-        so is one that lacks more than may be under way, behind a part of it. `num_known`: see `_Offer`.
-        """
-        stores: dict[Tier, TierStore] = {}
-        later: list[tuple[int, _Offer]] = []
-        ids: BlockIds | None = None
-        for tier in tiers:
-            found = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
-            known, missing = found.num_blocks, hit.num_blocks - found.num_blocks
-            block = ANY_BLOCK
-            if missing:
-                ids = ids or self._index.block_ids(hit)
-                block = ids[known]
-            if (tier.tier, block) in self._storing:
-                later.append((block, _Offer(tier, hit, account, use, num_known)))
-                continue
-            if known <= num_known:  # it has not taken the last part
-                continue
-            num_now, has_rest = self._num_to_save(tier, found, missing, goes_on=num_known >= 0)
-            part_use = None if has_rest else use
-            store = tier.begin_store(
-                hit.tokens, hit.namespace, known + num_now, account, part_use, has_time=num_now > 0
-            )
-            if store is not None:
-                stores[tier.tier] = store
-            if has_rest and not num_now:
-                later.append((ANY_BLOCK, _Offer(tier, hit, account, use, num_known)))
-            elif has_rest and store is not None:
-                later.append((block, _Offer(tier, hit, account, use, known)))
-            elif tier.can_store:
-                tier.num_dropped += missing - (num_now if store is not None else 0)
-        for block, offer in later:
-            self._offer_later(block, offer)
-        if stores and ids:
-            self._send_down(hit, ids, stores, ends=use is not None)
-
-    def _offer_later(self, block: int, offer: _Offer) -> None:
-        if sum(map(len, self._later.values())) >= MAX_LATER:
-            offer.tier.num_dropped += offer.hit.num_blocks
-            return
-        offer.hit = self._index.pin(offer.hit, is_use=False)
-        self._later.setdefault((offer.tier.tier, block), []).append(offer)
-
-    def _offer_again(self, ended: set[tuple[Tier, int]]) -> None:
-        """Offer the paths that wait for one of these blocks to be written, and those that wait for any."""
-        ended |= {(tier.tier, ANY_BLOCK) for tier in self.tiers}
-        waiting = [offer for key in sorted(self._later.keys() & ended) for offer in self._later.pop(key)]
-        for offer in waiting:
-            self._offer_to((offer.tier,), offer.hit, offer.account, offer.use, offer.num_known)
-            self._index.unpin(offer.hit, is_use=False)
-
-    def _drop_offers(self) -> None:
-        for offer in itertools.chain(*self._later.values()):
-            self._index.unpin(offer.hit, is_use=False)
-        self._later.clear()
-
-    def _num_to_save(
-        self, tier: KVTier, found: PrefixHit, missing: int, *, goes_on: bool
-    ) -> tuple[int, bool]:
-        """How many missing blocks of a path to write now, and whether the next ones follow behind them.
-
-        A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
-        `goes_on`: one has gone. Of another path, what does not fit now is dropped.
-        """
-        fitting = min(missing, tier.num_slots_behind(found))
-        most = max(1, MAX_PENDING_BYTES // self._block_bytes)
-        room = max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
-        if fitting <= room or not tier.can_store or (fitting <= most and not goes_on):
-            return min(fitting, room), False
-        return (room if 2 * room >= most else 0), True
-
-    def _send_down(self, hit: PrefixHit, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool) -> None:
-        pinned = self._index.pin(hit, is_use=False)
-        positions = sorted({position for store in stores.values() for position in store.positions})
-        offset_of = {position: offset for offset, position in enumerate(positions)}
-        targets = tuple(
-            MoveTarget(name, [offset_of[position] for position in store.positions], store.slots)
-            for name, store in stores.items()
-        )
-        plan = MigrationPlan(
-            self._path(hit.tokens, positions[-1] + 1), hit.namespace, positions, Tier.HBM,
-            [ids[position] for position in positions], targets, ends, self._is_holding,
-        )  # fmt: skip
-        move_id = self._migrator.migrate(plan)
-        blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
-        self._storing |= blocks
-        self._stores[move_id] = _Store(pinned, stores, blocks)
+        self._saves.offer(self.tiers, hit, account, use)
 
     # -- preempted requests
 
@@ -243,12 +105,12 @@ class HierarchyManager:
         tier = next(self._own_tiers(), None)
         if tier is None or not hit.num_blocks or not self._may_hold(tier, hit):
             return
-        self._is_holding = True
-        self._offer_to((tier,), hit, account, use)
-        while self._stores:
+        self._saves.is_awaited = True
+        self._saves.offer((tier,), hit, account, use)
+        while self._saves.move_ids:
             self._migrator.wait(1.0)
             self._came = self.poll()
-        self._is_holding = False
+        self._saves.is_awaited = False
         saved = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
         self._holds[request_id] = _Hold(tier, tier.index.pin(saved, is_use=False))
 
@@ -256,7 +118,7 @@ class HierarchyManager:
         if self._num_held(tier) + hit.num_blocks > MAX_HELD_SHARE * tier.pool.total_blocks:
             return False
         missing = hit.num_blocks - tier.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks
-        copies_s = self._load_s(tier.tier, missing) + self._load_s(tier.tier, hit.num_blocks)
+        copies_s = self.speeds.load_s(tier.tier, missing) + self.speeds.load_s(tier.tier, hit.num_blocks)
         return copies_s < self._costs.recompute_s(_extent(0, hit.num_blocks))
 
     def _num_held(self, tier: KVTier) -> int:
@@ -269,11 +131,13 @@ class HierarchyManager:
 
     def load_s(self, num_blocks: int) -> float:
         tier = next(self._own_tiers(), None)
-        return math.inf if tier is None else self._load_s(tier.tier, num_blocks)
+        return math.inf if tier is None else self.speeds.load_s(tier.tier, num_blocks)
 
     def slowest_load_s(self, tokens: Tokens, namespace: Namespace) -> float:
         held = [(tier.tier, tier.lookup(tokens, namespace).num_blocks) for tier in self._own_tiers()]
-        return max([self._load_s(tier, num_blocks) for tier, num_blocks in held if num_blocks], default=0.0)
+        return max(
+            [self.speeds.load_s(tier, num_blocks) for tier, num_blocks in held if num_blocks], default=0.0
+        )
 
     def _own_tiers(self) -> Iterator[KVTier]:
         """Tiers that work, but not the shared store."""
@@ -298,7 +162,7 @@ class HierarchyManager:
         asks: bool = True,
         tail_blocks: int = 0,
     ) -> TierLookup:
-        if request_id in self._move_of:
+        if request_id in self._waiting:
             return TierLookup.HIT_PENDING
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
         if 0 < min(max_tokens, len(tokens)) // self._index.block_size <= cached:
@@ -314,6 +178,8 @@ class HierarchyManager:
             return TierLookup.MISS
         if self._first_of_tail(tier, cached, found.num_blocks, tail_blocks) is not None:
             return TierLookup.SPLIT
+        if self._joins(request_id, tokens, namespace, cached):
+            return TierLookup.HIT_PENDING
         arrival = None
         if has_room:
             arrival = self.arrivals.begin_receive(tokens, namespace, found.num_blocks, account)
@@ -323,6 +189,23 @@ class HierarchyManager:
         if start:
             self.start_loads()
         return TierLookup.HIT_PENDING
+
+    def _joins(self, request_id: str, tokens: Tokens, namespace: Namespace, cached: int) -> bool:
+        """Whether the first missing block comes for another request already; then it waits for that, too."""
+        path = self._path(tokens, cached + 1)
+        for load in self._all_loads():
+            source = load.source
+            if load.is_tail or load.arrival.first != cached or source.namespace != namespace:
+                continue
+            if self._path(source.tokens, cached + 1) == path:
+                load.request_ids.append(request_id)
+                self._waiting.add(request_id)
+                return True
+        return False
+
+    def _all_loads(self) -> Iterator[_Load]:
+        yield from self._loads.values()
+        yield from (load for _, load in self._unstarted)
 
     def load_tail(
         self,
@@ -335,7 +218,7 @@ class HierarchyManager:
     ) -> int | None:
         cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
         found, tier = self._best(request_id, tokens, namespace, max_tokens, cached, tail_blocks)
-        if tier is None or request_id in self._move_of or request_id in self._tails:
+        if tier is None or request_id in self._waiting or request_id in self._tails:
             return None
         first = self._first_of_tail(tier, cached, found.num_blocks, tail_blocks)
         if first is None:
@@ -348,12 +231,12 @@ class HierarchyManager:
         return first
 
     def take_tail(self, request_id: str) -> Tail | None:
-        return None if request_id in self._move_of else self._tails.pop(request_id, Tail())
+        return None if request_id in self._waiting else self._tails.pop(request_id, Tail())
 
     def _begin_load(
         self, request_id: str, tier: KVTier, found: PrefixHit, arrival: Arrival, *, is_tail: bool
     ) -> None:
-        load = _Load(request_id, tier, tier.begin_load(found), arrival, is_tail)
+        load = _Load([request_id], tier, tier.begin_load(found), arrival, is_tail)
         if isinstance(tier, RemoteTier):
             compute_s = self._costs.recompute_s(_extent(arrival.first, found.num_blocks))
             load.until_s = tier.now() + max(compute_s, tier.max_ask_s)
@@ -368,25 +251,22 @@ class HierarchyManager:
             slots,
             (target,),
         )
-        self._move_of[request_id] = 0  # until `start_loads`; ids of moves begin at 1
+        self._waiting.add(request_id)
         self._unstarted.append((plan, load))
 
     def is_loading(self, request_id: str) -> bool:
-        return request_id in self._move_of
+        return request_id in self._waiting
 
     def start_loads(self) -> None:
         for plan, load in self._unstarted:
-            move_id = self._migrator.migrate(plan)
-            self._loads[move_id] = load
-            self._move_of[load.request_id] = move_id
+            self._loads[self._migrator.migrate(plan)] = load
         self._unstarted.clear()
 
     def drop_unstarted(self) -> bool:
         has_any = bool(self._unstarted)
         for _, load in self._unstarted:
             self._drop(load)
-            del self._move_of[load.request_id]
-            self._came.append(load.request_id)
+            self._came += self._names_of(load)
         self._unstarted.clear()
         return has_any
 
@@ -399,14 +279,28 @@ class HierarchyManager:
         """See `KVTiers`. Blocks that have come already are cached, those of a tail are free again."""
         self._forget(request_id)
         self._drop_tail(request_id)
-        move_id = self._move_of.pop(request_id, None)
-        if move_id:
-            self._migrator.cancel(move_id)
-        for plan, load in self._unstarted:
-            if load.request_id == request_id:
-                self._unstarted.remove((plan, load))
-                self._drop(load)
+        if request_id not in self._waiting:
+            return
+        self._waiting.remove(request_id)
+        for move_id, load in self._loads.items():
+            if request_id in load.request_ids:
+                load.request_ids.remove(request_id)
+                if not load.request_ids:
+                    self._migrator.cancel(move_id)
                 return
+        for plan, load in self._unstarted:
+            if request_id in load.request_ids:
+                load.request_ids.remove(request_id)
+                if not load.request_ids:
+                    self._unstarted.remove((plan, load))
+                    self._drop(load)
+                return
+
+    def _names_of(self, load: _Load) -> list[str]:
+        """The requests of a load, which wait no more."""
+        names, load.request_ids = load.request_ids, []
+        self._waiting.difference_update(names)
+        return names
 
     def _drop_tail(self, request_id: str) -> None:
         arrival = self._tails.pop(request_id, Tail()).arrival
@@ -433,11 +327,11 @@ class HierarchyManager:
         latency_s = LATENCY_S + remote.ask_s
         is_worth = self._first_of_tail(remote, found, num_blocks, tail_blocks, latency_s) is not None
         if not is_worth and not self._is_worth(remote, found, num_blocks, latency_s):
-            return False
+            return self._refuse(remote)
         limit_s = self._costs.recompute_s(_extent(found, num_blocks))
         if not remote.ask(request_id, tokens, namespace, num_blocks, account, limit_s):
             return False
-        self._move_of[request_id] = 0  # until it has answered
+        self._waiting.add(request_id)
         return True
 
     def _forget(self, request_id: str) -> None:
@@ -462,6 +356,7 @@ class HierarchyManager:
             if hit.num_blocks > best.num_blocks and (
                 self._first_of_tail(tier, cached, hit.num_blocks, tail_blocks) is not None
                 or self._is_worth(tier, cached, hit.num_blocks)
+                or self._refuse(tier)
             ):
                 best, of_tier = hit, tier
         return best, of_tier
@@ -472,51 +367,48 @@ class HierarchyManager:
         """Where to split blocks [first, stop), behind the loads of this tier."""
         if not tail_blocks:
             return None
-        loads = [*self._loads.values(), *(load for _, load in self._unstarted)]
-        ahead = sum(len(load.arrival.block_ids) for load in loads if load.tier is tier)
+        ahead = sum(len(load.arrival.block_ids) for load in self._all_loads() if load.tier is tier)
         return first_of_tail(
             first, stop, tail_blocks,
             lambda end: self._costs.recompute_s(_extent(first, end)),
-            lambda count: self._load_s(tier.tier, ahead + count, latency_s),
+            lambda count: self.speeds.load_s(tier.tier, ahead + count, latency_s),
         )  # fmt: skip
 
     def _is_worth(self, tier: KVTier, first: int, stop: int, latency_s: float = LATENCY_S) -> bool:
-        load_s = self._load_s(tier.tier, stop - first, latency_s)
-        is_worth = load_s < self._costs.recompute_s(_extent(first, stop))
-        if not is_worth:
-            before = self._bytes_per_s[tier.tier]
-            self._bytes_per_s[tier.tier] = max(before, min(REGAINED * before, FIRST_BYTES_PER_S))
-            if isinstance(tier, RemoteTier):
-                tier.ask_s /= REGAINED
-        return is_worth
+        load_s = self.speeds.load_s(tier.tier, stop - first, latency_s)
+        return load_s < self._costs.recompute_s(_extent(first, stop))
 
-    def _load_s(self, tier: Tier, num_blocks: int, latency_s: float = LATENCY_S) -> float:
-        """Seconds that copying so many blocks takes, by the bandwidth that recent loads reached."""
-        return latency_s + num_blocks * self._block_bytes / self._bytes_per_s[tier]
+    def _refuse(self, tier: KVTier) -> bool:
+        """A load takes too long. The tier is tried again after some of these; returns False."""
+        self.speeds.refused(tier.tier)
+        if isinstance(tier, RemoteTier):
+            tier.ask_s /= REGAINED
+        return False
 
     # -- what has ended
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        reports, ended = self._migrator.poll(), set[tuple[Tier, int]]()
+        reports, written = self._migrator.poll(), set[BlockOfTier]()
         for source, name in self._migrator.stuck(MAX_CALL_S).items():
             if name is not Tier.REMOTE:  # that has time limits of its own
                 reports += self._give_up(source, name)
         if self._remote is not None:
             arrived += self._poll_remote(self._remote, reports)
         for report in reports:
-            store = self._stores.pop(report.move_id, None)
-            if store is not None:
-                self._stored(store, report)
-                ended |= store.blocks
+            blocks = self._saves.end(report)
+            if blocks is not None:
+                written |= blocks
+                for target in report.plan.targets:
+                    num_written = report.num_written.get(target.tier, 0)
+                    if target.tier is not Tier.REMOTE:  # that has a queue
+                        self.speeds.wrote(target.tier, num_written, report.spent_s)
                 continue
             load = self._loads.pop(report.move_id)
             self._loaded(load, report)
-            if self._move_of.get(load.request_id) == report.move_id:
-                del self._move_of[load.request_id]
-                arrived.append(load.request_id)
-        if reports and self._later:
-            self._offer_again(ended)
+            arrived += self._names_of(load)
+        if reports:
+            self._saves.offer_again(written)
         return arrived
 
     def _give_up(self, source: Tier, name: Tier) -> list[MigrationReport]:
@@ -526,7 +418,7 @@ class HierarchyManager:
         log.warning("the tier %s is not used any more: %s", name, tier.fault)
         behind = [number for number, load in self._loads.items() if load.tier.tier is source]
         if source is Tier.HBM:
-            behind = [*self._stores]
+            behind = self._saves.move_ids
         reports = [self._migrator.abandon(move_id) for move_id in behind]
         self._migrator.replace_thread(source)
         return reports
@@ -534,59 +426,38 @@ class HierarchyManager:
     def _poll_remote(self, remote: RemoteTier, reports: list[MigrationReport]) -> list[str]:
         """Returns requests whose question has ended; adds reports of loads that are given up."""
         answered = remote.poll()
-        for request_id in answered:
-            del self._move_of[request_id]
+        self._waiting.difference_update(answered)
         ended, now_s = {report.move_id for report in reports}, remote.now()
         for move_id, load in self._loads.items():
             if load.until_s <= now_s and move_id not in ended:
                 reports.append(self._migrator.abandon(move_id))
                 if load.until_s > -math.inf:  # it was slow
-                    self._bytes_per_s[Tier.REMOTE] *= 0.8
+                    self.speeds.gave_up(Tier.REMOTE)
         return answered
-
-    def _stored(self, store: _Store, report: MigrationReport) -> None:
-        for tier in self.tiers:
-            if tier.tier in store.stores:
-                error = report.errors.get(tier.tier, "")
-                if tier.tier in report.num_admitted:
-                    num_wanted = len(store.stores[tier.tier].slots)
-                    tier.num_refused += num_wanted - report.num_admitted[tier.tier]
-                if error and not tier.fault:
-                    log.warning("the tier %s is not used any more: %s", tier.tier, error)
-                num_written, name = report.num_written.get(tier.tier, 0), tier.tier
-                tier.end_store(store.stores[name], num_written, error)
-                if tier is not self._remote and name not in self._measured:  # a shared store has a queue
-                    reached = _bytes_per_s(num_written * self._block_bytes, report.spent_s)
-                    self._bytes_per_s[name] = max(self._bytes_per_s[name], reached)
-        self._storing -= store.blocks
-        self._index.unpin(store.hit, is_use=False)
 
     def _loaded(self, load: _Load, report: MigrationReport) -> None:
         load.tier.end_load(load.source, load.arrival.first, report.num_read, report.outcome)
         num_written = report.num_written.get(Tier.HBM, 0)
         if not load.is_tail:
             self.arrivals.publish(load.arrival, num_written)
-        elif self._move_of.get(load.request_id) == report.move_id:
-            self._tails[load.request_id] = Tail(load.arrival, num_written)
+        elif load.request_ids:
+            self._tails[load.request_ids[0]] = Tail(load.arrival, num_written)
         else:  # the request has left, or memory was wanted
             self.arrivals.abort(load.arrival)
-        if reached := _bytes_per_s(report.num_bytes, report.spent_s):
-            before = self._bytes_per_s[load.tier.tier]
-            self._bytes_per_s[load.tier.tier] = 0.8 * before + 0.2 * reached
-            self._measured.add(load.tier.tier)
+        self.speeds.loaded(load.tier.tier, report.num_read, report.spent_s)
 
     def give_way(self) -> bool:
         has_dropped = self.drop_unstarted()
-        self._drop_offers()
+        self._saves.drop_offers()
         had_tails = bool(self._tails)
         for request_id in list(self._tails):
             self._drop_tail(request_id)
-        for move_id, load in self._loads.items():
-            if load.is_tail and self._move_of.get(load.request_id) == move_id:
-                del self._move_of[load.request_id]  # so that what has come is freed
-        if not self._stores and not self._loads:
+        for load in self._loads.values():
+            if load.is_tail:
+                self._names_of(load)  # so that what has come is freed
+        if not self._saves.move_ids and not self._loads:
             return had_tails or has_dropped
-        for move_id in (*self._stores, *self._loads):
+        for move_id in (*self._saves.move_ids, *self._loads):
             self._migrator.cancel(move_id)
         for load in self._loads.values():
             if load.tier is self._remote:  # its thread may wait for the network
@@ -594,7 +465,7 @@ class HierarchyManager:
         if self._remote is not None:
             self._remote.answered.clear()
         self._came = self.poll()
-        while self._stores or self._loads:
+        while self._saves.move_ids or self._loads:
             self._migrator.wait(1.0)
             self._came = self.poll()
         return True
@@ -615,10 +486,6 @@ class HierarchyManager:
     def faults(self) -> list[str]:
         return [f"{tier.tier}: {fault}" for tier in self.tiers if (fault := tier.fault)]
 
-    def bandwidths(self) -> Mapping[Tier, float]:
-        """Bytes per second that loads from each tier are taken to reach."""
-        return dict(self._bytes_per_s)
-
     def clear(self) -> int:
         self.give_way()
         return sum(tier.clear() for tier in self.tiers)
@@ -626,7 +493,7 @@ class HierarchyManager:
     def close(self) -> None:
         """Cancel what is under way, take in its ends, and close the storages."""
         self.drop_unstarted()
-        self._drop_offers()
+        self._saves.drop_offers()
         if self._remote is not None:
             self._remote.close()
         self._migrator.close()
@@ -643,24 +510,14 @@ class HierarchyManager:
             num_held = self._num_held(tier)
             if num_held > MAX_HELD_SHARE * tier.pool.total_blocks:
                 raise BookkeepingError(f"preempted requests hold {num_held} blocks of the tier {tier.tier}")
-        unknown = set(self._move_of.values()) - self._loads.keys() - {0}
-        if unknown:
-            raise BookkeepingError(f"requests wait for moves {unknown}, which are not under way")
-        if self._tails.keys() & self._move_of.keys():
+        names = [name for load in self._all_loads() for name in load.request_ids]
+        if len(set(names)) < len(names) or not self._waiting.issuperset(names):
+            raise BookkeepingError(f"{names} have loads, {self._waiting} wait")
+        if not self._waiting.isdisjoint(self._tails):
             raise BookkeepingError(f"tails of {[*self._tails]} have come, and are on their way")
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
         return bytes(tokens.slice(0, num_blocks * self._index.block_size))
-
-
-def _bytes_per_s(num_bytes: int, spent_s: float) -> float:
-    """The bandwidth that a move reached; 0 if it was too small to say.
-
-    At most twice what its whole time gives, since `LATENCY_S` is only assumed.
-    """
-    if num_bytes < FEWEST_MEASURED_BYTES:
-        return 0.0
-    return num_bytes / max(spent_s - LATENCY_S, spent_s / 2, 1e-9)
 
 
 def _extent(first: int, stop: int) -> SimpleExtent:

@@ -1,0 +1,195 @@
+"""`TierSaves`: which paths of the device are written to which tiers, and when.
+
+Device blocks are pinned while they are copied. A path waits to be offered again where its first missing block
+is being written already, and where it is larger than may be under way at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.protocols.eviction import Use
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import Account, BlockIds
+from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
+from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
+
+log = logging.getLogger("sagellm.tiers")
+MAX_PENDING_BYTES = 1 << 30
+"""Bytes of all moves under way, beyond which nothing more is saved. A path with more is saved in parts."""
+MAX_LATER = 256
+"""Paths that wait to be offered again, beyond which nothing more is saved: each pins blocks of the device."""
+ANY_BLOCK = -1
+BlockOfTier = tuple[Tier, int]
+"""A block of the device on its way to a tier."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written, by tier."""
+
+    hit: PrefixHit
+    stores: dict[Tier, TierStore]
+    blocks: set[BlockOfTier]
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A path that waits to be offered to a tier; `hit` pins it.
+
+    `num_known`: blocks that the tier had when a part of the path was sent there; -1 before the first.
+    """
+
+    tier: KVTier
+    hit: PrefixHit
+    account: Account
+    use: Use | None
+    num_known: int
+
+
+class TierSaves:
+    """Owns the writes to tiers that are under way, and the paths that wait for them.
+
+    `is_awaited`: the engine waits for the end of what is sent now.
+    """
+
+    def __init__(
+        self, index: PrefixReuseIndex, tiers: Sequence[KVTier], migrator: Migrator, bytes_per_block: int
+    ) -> None:
+        self._index, self._tiers = index, tiers
+        self._migrator, self._block_bytes = migrator, bytes_per_block
+        self._saves: dict[int, _Save] = {}
+        self._saving: set[BlockOfTier] = set()
+        self._later: dict[BlockOfTier, list[_Offer]] = {}
+        """By tier and the block whose write they wait for."""
+        self.is_awaited = False
+
+    @property
+    def move_ids(self) -> list[int]:
+        """The moves under way."""
+        return [*self._saves]
+
+    def offer(
+        self,
+        tiers: Sequence[KVTier],
+        hit: PrefixHit,
+        account: Account,
+        use: Use | None,
+        num_known: int = -1,
+    ) -> None:
+        """Write what tiers lack of a path.
+
+        A tier into which the first of these blocks is being written is offered the path again behind that;
+        so is one that lacks more than may be under way, behind a part of it. `num_known`: see `_Offer`.
+        """
+        stores: dict[Tier, TierStore] = {}
+        later: list[tuple[int, _Offer]] = []
+        ids: BlockIds | None = None
+        for tier in tiers:
+            found = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
+            known, missing = found.num_blocks, hit.num_blocks - found.num_blocks
+            block = ANY_BLOCK
+            if missing:
+                ids = ids or self._index.block_ids(hit)
+                block = ids[known]
+            if (tier.tier, block) in self._saving:
+                later.append((block, _Offer(tier, hit, account, use, num_known)))
+                continue
+            if known <= num_known:  # it has not taken the last part
+                continue
+            num_now, has_rest = self._num_to_save(tier, found, missing, goes_on=num_known >= 0)
+            part_use = None if has_rest else use
+            store = tier.begin_store(
+                hit.tokens, hit.namespace, known + num_now, account, part_use, has_time=num_now > 0
+            )
+            if store is not None:
+                stores[tier.tier] = store
+            if has_rest and not num_now:
+                later.append((ANY_BLOCK, _Offer(tier, hit, account, use, num_known)))
+            elif has_rest and store is not None:
+                later.append((block, _Offer(tier, hit, account, use, known)))
+            elif tier.can_store:
+                tier.num_dropped += missing - (num_now if store is not None else 0)
+        for block, offer in later:
+            self._offer_later(block, offer)
+        if stores and ids:
+            self._send_down(hit, ids, stores, ends=use is not None)
+
+    def _offer_later(self, block: int, offer: _Offer) -> None:
+        if sum(map(len, self._later.values())) >= MAX_LATER:
+            offer.tier.num_dropped += offer.hit.num_blocks
+            return
+        offer.hit = self._index.pin(offer.hit, is_use=False)
+        self._later.setdefault((offer.tier.tier, block), []).append(offer)
+
+    def offer_again(self, ended: set[tuple[Tier, int]]) -> None:
+        """Offer the paths that wait for one of these blocks to be written, and those that wait for any."""
+        if not self._later:
+            return
+        ended |= {(tier.tier, ANY_BLOCK) for tier in self._tiers}
+        waiting = [offer for key in sorted(self._later.keys() & ended) for offer in self._later.pop(key)]
+        for offer in waiting:
+            self.offer((offer.tier,), offer.hit, offer.account, offer.use, offer.num_known)
+            self._index.unpin(offer.hit, is_use=False)
+
+    def drop_offers(self) -> None:
+        """Forget the paths that wait to be offered again."""
+        for offer in itertools.chain(*self._later.values()):
+            self._index.unpin(offer.hit, is_use=False)
+        self._later.clear()
+
+    def _num_to_save(
+        self, tier: KVTier, found: PrefixHit, missing: int, *, goes_on: bool
+    ) -> tuple[int, bool]:
+        """How many missing blocks of a path to write now, and whether the next ones follow behind them.
+
+        A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
+        `goes_on`: one has gone. Of another path, what does not fit now is dropped.
+        """
+        fitting = min(missing, tier.num_slots_behind(found))
+        most = max(1, MAX_PENDING_BYTES // self._block_bytes)
+        room = max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
+        if fitting <= room or not tier.can_store or (fitting <= most and not goes_on):
+            return min(fitting, room), False
+        return (room if 2 * room >= most else 0), True
+
+    def _send_down(self, hit: PrefixHit, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool) -> None:
+        pinned = self._index.pin(hit, is_use=False)
+        positions = sorted({position for store in stores.values() for position in store.positions})
+        offset_of = {position: offset for offset, position in enumerate(positions)}
+        targets = tuple(
+            MoveTarget(name, [offset_of[position] for position in store.positions], store.slots)
+            for name, store in stores.items()
+        )
+        path = bytes(hit.tokens.slice(0, (positions[-1] + 1) * self._index.block_size))
+        plan = MigrationPlan(
+            path, hit.namespace, positions, Tier.HBM,
+            [ids[position] for position in positions], targets, ends, self.is_awaited,
+        )  # fmt: skip
+        move_id = self._migrator.migrate(plan)
+        blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
+        self._saving |= blocks
+        self._saves[move_id] = _Save(pinned, stores, blocks)
+
+    def end(self, report: MigrationReport) -> set[BlockOfTier] | None:
+        """A move has ended: its blocks enter their tiers. Returns what was written; None: it is no save."""
+        save = self._saves.pop(report.move_id, None)
+        if save is None:
+            return None
+        for tier in self._tiers:
+            store = save.stores.get(tier.tier)
+            if store is None:
+                continue
+            error = report.errors.get(tier.tier, "")
+            if tier.tier in report.num_admitted:
+                tier.num_refused += len(store.slots) - report.num_admitted[tier.tier]
+            if error and not tier.fault:
+                log.warning("the tier %s is not used any more: %s", tier.tier, error)
+            tier.end_store(store, report.num_written.get(tier.tier, 0), error)
+        self._saving -= save.blocks
+        self._index.unpin(save.hit, is_use=False)
+        return save.blocks
