@@ -26,7 +26,7 @@ from sagellm.benchmarks.reporting import environment
 from sagellm.benchmarks.traces import read_trace
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import EvictionPolicy
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 
 
 def digests(trace: BlockTrace) -> list[list[bytes]]:

@@ -27,7 +27,7 @@ from sagellm.core.types import (
     Window,
     first_seen,
 )
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 
 BLOCK = 2

@@ -14,7 +14,7 @@ from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
-from sagellm.engines.build import TierSource, build_kv, build_tiers
+from sagellm.engines.build_kv import TierSource, build_kv, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation

@@ -36,7 +36,7 @@ from sagellm.core.types import (
     Tokens,
     Window,
 )
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation

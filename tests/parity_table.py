@@ -23,7 +23,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import Request, SamplingParams, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline

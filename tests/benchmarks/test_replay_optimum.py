@@ -17,7 +17,7 @@ from sagellm.benchmarks.traces.record import infinite_cache_hits
 from sagellm.core.clock import ManualClock
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 
 NUM_TINY_TRACES = 400
 

@@ -14,7 +14,7 @@ from sagellm.benchmarks.traces import TraceRequest
 from sagellm.core.clock import ManualClock
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from tests.effort import examples
 
 

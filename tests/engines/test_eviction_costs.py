@@ -12,7 +12,8 @@ from sagellm.core.config import Config, KVConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import SimpleExtent, Use
 from sagellm.core.types import SLO, CapabilityDescriptor, KVCacheSchema
-from sagellm.engines.build import build_engine, build_kv, prefill_costs, replace_policy
+from sagellm.engines.build import build_engine
+from sagellm.engines.build_kv import build_kv, prefill_costs, replace_policy
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.eviction.slo import SLOPolicy

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.types import NO_ACCOUNT, AttentionChunk, KVGroup, Namespace, Window
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline

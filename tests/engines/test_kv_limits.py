@@ -11,7 +11,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.kv_hints import KVHintAction, KVHintsEnvelope
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import build_kv, replace_policy
+from sagellm.engines.build_kv import build_kv, replace_policy
 from sagellm.kvmgr.eviction.adaptive.history import _level
 from sagellm.kvmgr.eviction.adaptive.reuse_model import NUM_AGES, age_bin
 from sagellm.kvmgr.eviction.lru import LRUPolicy

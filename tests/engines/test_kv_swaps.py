@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import UnknownNameError
-from sagellm.engines.build import replace_policy
+from sagellm.engines.build_kv import replace_policy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass

@@ -31,6 +31,7 @@ class Tiers:
         self.came: list[str] = []
         self.whole: set[str] = set()
         self.is_deep = False
+        self.loads: Any = self
 
     def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
         if state.request_id in self.whole:
@@ -113,7 +114,8 @@ def test_what_the_manager_answers() -> None:
 
     def asked(first: int, num_tokens: int = 13, *, admits: bool = False) -> TierLookup:
         state = RequestState.of(request("asks", range(first, first + num_tokens), 4))
-        answer = engine.kv.bring_up(state, start=True, admits=admits)
+        assert engine.kv.loads is not None
+        answer = engine.kv.loads.bring_up(state, start=True, admits=admits)
         assert engine.kv.tiers is not None
         engine.kv.tiers.cancel("asks")
         return answer

@@ -17,7 +17,7 @@ from sagellm.core.errors import CapacityError, PlanError
 from sagellm.core.plan import Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason, Namespace, RequestOutput, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction import PrefillCostModel

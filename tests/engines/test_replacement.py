@@ -13,7 +13,8 @@ from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import replace_policy, replace_strategy
+from sagellm.engines.build import replace_strategy
+from sagellm.engines.build_kv import replace_policy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction.lru import LRUPolicy

@@ -13,7 +13,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.types import NO_ACCOUNT, Namespace, Request, Retention, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.kvmgr.manager import KVCacheManager
 
 BLOCK = 4

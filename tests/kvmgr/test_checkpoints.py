@@ -18,7 +18,8 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import SpanState
 from sagellm.core.types import NO_ACCOUNT, Namespace, Request, Tokens
-from sagellm.engines.build import build_engine, build_kv, load_config
+from sagellm.engines.build import build_engine, load_config
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.manager import KVCacheManager
 from tests.builders import fake_engine, request, run_all

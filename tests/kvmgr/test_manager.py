@@ -15,7 +15,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
 from sagellm.kvmgr.manager import BlockAllocator, KVCacheManager

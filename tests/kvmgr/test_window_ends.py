@@ -11,7 +11,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.config import KVConfig
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.types import KVGroup, Request, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.kvmgr.manager import KVCacheManager
 
 BLOCK, WINDOW = 4, 41

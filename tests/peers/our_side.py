@@ -11,7 +11,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import Request, SamplingParams, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline

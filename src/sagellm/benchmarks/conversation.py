@@ -21,7 +21,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.types import Request, RequestStatus, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.kvmgr.manager import KVCacheManager
 
 FORMAT = "sagellm.bench.conversation/2"

@@ -21,7 +21,7 @@ from sagellm.benchmarks.traces.synth import synthesize
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.kvmgr.eviction import jain_index
 
 FORMAT = "sagellm.bench.fairness/1"

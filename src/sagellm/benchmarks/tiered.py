@@ -1,6 +1,6 @@
 """`TieredDevice`: a device and a tier below it, without bytes and steps.
 
-It has the real books of `engines/build.py`; only the blocks hold nothing (`NoBytes`). Replays and micro
+It has the real books of `engines/build_kv.py`; only the blocks hold nothing (`NoBytes`). Replays and micro
 benchmarks share it.
 """
 
@@ -19,7 +19,7 @@ from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import BlockStorage, Buffer, ReadOutcome, StoredBlock, TierLookup
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import TOKEN_BYTES, Account, Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals

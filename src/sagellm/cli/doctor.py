@@ -140,7 +140,8 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
     """Print how the configured model fits. Raises `ModelError` if it cannot be served; returns whether it
     is on this machine.
     """
-    from sagellm.engines.build import build_kv, build_passes, check_tiers
+    from sagellm.engines.build import build_passes
+    from sagellm.engines.build_kv import build_kv, check_tiers
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 

@@ -34,7 +34,8 @@ class KVWaits:
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
-        self._table, self._kv, self._tiers = table, kv, tiers
+        assert kv.loads is not None
+        self._table, self._kv, self._tiers, self._loads = table, kv, tiers, kv.loads
         self._to_ask: deque[RequestState] = deque()
         self._no_room: list[RequestState] = []
         self._to_split: list[RequestState] = []
@@ -112,7 +113,7 @@ class KVWaits:
         outcome = TierLookup.MISS
         if self._num_loads[state.request_id] < MAX_LOADS:
             splits = splits and self._is_alone(state)
-            outcome = self._kv.bring_up(state, start=start, admits=admits, splits=splits)
+            outcome = self._loads.bring_up(state, start=start, admits=admits, splits=splits)
         if outcome is TierLookup.SPLIT and not self._split(state, start=start, admits=admits):
             return self._ask(state, start=start, admits=admits, splits=False)
         comes = outcome is TierLookup.HIT_PENDING
@@ -146,7 +147,7 @@ class KVWaits:
         elif not start and state in self._to_split:  # the next step is planned with none in flight
             self._to_split.remove(state)
         elif start:
-            first = self._kv.bring_up_tail(state)
+            first = self._loads.bring_up_tail(state)
             if first is None:
                 return False
             self._table.limit(state, first * self._kv.block_size)

@@ -19,7 +19,8 @@ from sagellm.core.errors import CapacityError, RequestError, SageError
 from sagellm.core.protocols.engine import PinnedPrefix
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
-from sagellm.engines.build import replace_policy, replace_strategy
+from sagellm.engines.build import replace_strategy
+from sagellm.engines.build_kv import replace_policy
 from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving.access_log import record_of

@@ -18,7 +18,7 @@ from sagellm.benchmarks.simulate.workload import WorkloadSpec
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Request, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from tests.benchmarks.simulate.stand_in import StandIn, config, request, served, trace
 
 near: Any = pytest.approx

@@ -21,7 +21,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.kv_tiers import BlockFormat
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests import keyed_blocks
 from sagellm.engines.guests.keyed_blocks import KeyedBlocks, KeyedRemote, KeyedTier
 from sagellm.kvmgr.kv_pool.tiers.remote import RemoteOptions, RemoteStore

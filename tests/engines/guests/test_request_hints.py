@@ -11,7 +11,7 @@ import pytest
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.types import Namespace
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests import ShadowCache
 from sagellm.engines.guests.request_hints import HINT_KINDS, NO_HINTS, RequestHints, hints_of
 from sagellm.engines.guests.settings import GuestSettings

@@ -14,7 +14,7 @@ from sagellm.benchmarks.traces import TraceRequest
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import EvictionPolicy, Use
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests import ShadowCache, path_of
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 

@@ -10,7 +10,7 @@ from lmdeploy.pytorch.messages import UpdateTokenMode
 
 from benchmarks.hosts.lmdeploy import scheduler
 from sagellm.core.clock import ManualClock
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.lmdeploy.block_trie import GuidedTrie, repair_clock
 
 SIZE = 4

@@ -22,7 +22,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
-from sagellm.engines.build import build_kv, build_tiers
+from sagellm.engines.build_kv import build_kv, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline

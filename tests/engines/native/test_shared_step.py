@@ -7,7 +7,7 @@ import math
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.types import Request, SamplingParams, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build_kv import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass

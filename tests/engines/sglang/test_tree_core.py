@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from benchmarks.hosts.sglang import Request, Serving, guided_cache, prefix_cache
 from sagellm.core.clock import ManualClock
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.sglang.tree_core import GuidedTreeCore
 from sagellm.kvmgr.eviction import LRUPolicy

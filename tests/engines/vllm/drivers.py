@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from benchmarks.hosts.vllm import kv_cache_manager
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import Use
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.vllm.block_pool import GuidedPool, RequestEnd
 
 SIZE = 4

@@ -25,7 +25,7 @@ from sagellm.core.protocols.kv_tiers import (
 )
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, BlockIds, Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter

@@ -28,7 +28,7 @@ from sagellm.core.events import EventBus
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
 from sagellm.core.registry import registry
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 

@@ -23,7 +23,7 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
 from sagellm.diagnostics.watch.accesses import CacheAccess
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 
 
 @dataclass(frozen=True, slots=True)

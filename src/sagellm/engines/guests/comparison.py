@@ -14,7 +14,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.request_hints import NO_HINTS, RequestHints
 from sagellm.engines.guests.settings import GuestSettings
 from sagellm.engines.guests.shadow_cache import ReuseCount, ShadowCache

@@ -9,7 +9,7 @@ from typing import Any
 
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.hosted_passes import open_passes
 from sagellm.engines.guests.request_hints import HINT_KINDS
 

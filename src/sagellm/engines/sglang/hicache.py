@@ -42,7 +42,7 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError, KVDataError, SageError
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.kv_tiers import BlockFormat
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.keyed_blocks import KeyedBlocks, KeyedRemote, KeyedTier
 from sagellm.engines.sglang.hicache_format import HiCacheSettings, format_of_pages, identity_of_model
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS

@@ -18,7 +18,7 @@ from sglang.version import __version__ as sglang_version
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError, ModelError, nearest
 from sagellm.core.protocols.kv_tiers import BlockFormat
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.model_fingerprint import model_fingerprint

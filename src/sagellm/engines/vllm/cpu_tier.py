@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.protocols.eviction import EvictionPolicy, Use
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.paths import index_of_digests, path_of
 
 Key = Any

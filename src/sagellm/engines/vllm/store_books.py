@@ -19,7 +19,7 @@ from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_tiers import Buffer, ReadOutcome, StoredBlock
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import make_policy
+from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.settings import StoreSettings
 from sagellm.engines.vllm.store_messages import Move, MoveResult, OpenedStore, StoreMetadata, StoreReport
 from sagellm.kvmgr.eviction import PrefillCostModel

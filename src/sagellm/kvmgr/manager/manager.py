@@ -42,7 +42,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import Arrival, KVTiers, TierLookup
+from sagellm.core.protocols.kv_tiers import Arrival, KVTiers
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -55,6 +55,7 @@ from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, KVGroup, Namespace
 from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmentation, SlidingWindows
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig, Checkpoints
 from sagellm.kvmgr.manager.hints import KVHints
+from sagellm.kvmgr.manager.loads import TierLoads
 from sagellm.kvmgr.manager.page_groups import PageGroups
 from sagellm.kvmgr.manager.prefix_sharing import (
     PinnedPrefixes,
@@ -129,16 +130,19 @@ class KVCacheManager:
         )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
-        bring_up = None if tiers is None else self._bring_up_expected
-        self.hints = KVHints(
-            index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers, bring_up=bring_up
-        )
         state_pages = 0 if self.checkpoints is None else cdiv(self.checkpoints.state_pages, self.num_groups)
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
             self._pages, tiers, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
+        self.loads, bring_up = None, None
+        if tiers is not None:
+            self.loads = TierLoads(tiers, index, self._tables, self.quotes, quota, sharing.namespace_of)
+            bring_up = self.loads.bring_up_expected
+        self.hints = KVHints(
+            index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers, bring_up=bring_up
+        )
 
     # -- what running requests hold
 
@@ -303,42 +307,6 @@ class KVCacheManager:
         return self.window is None and self._pages is None and self._tables.all_sent and self.hints.is_idle
 
     # -- tiers below the device
-
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
-        """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`.
-
-        `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
-        beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster.
-        """
-        assert self.tiers is not None
-        left = self.quotes.left_beside(state)
-        return self.tiers.request(
-            *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
-            tail_blocks=max(0, left) if splits else 0,
-        )  # fmt: skip
-
-    def bring_up_tail(self, state: RequestState) -> int | None:
-        """See `KVTiers.load_tail`. The device has room for the tail beside all that the request needs."""
-        assert self.tiers is not None
-        return self.tiers.load_tail(*self._path_of(state), max(0, self.quotes.left_beside(state)))
-
-    def _path_of(self, state: RequestState) -> tuple[str, Tokens, Namespace, int, Account]:
-        namespace = self.namespace_of(state.request.namespace)
-        return state.request_id, state.tokens, namespace, state.max_reusable, self._account_of(state)
-
-    def _bring_up_expected(self, name: str, tokens: Tokens, namespace: Namespace, account: Account) -> None:
-        """Bring up a path that no request waits for.
-
-        Its account pays, and each running request may still have a block more.
-        """
-        assert self.tiers is not None
-        payer = NO_ACCOUNT if self.quota is None else self.quota.paying(account)
-        cached, num_whole = self.index.lookup(tokens, namespace), len(tokens) // self.block_size
-        wanted = self.quotes.blocks_to_admit(cached, num_whole * self.block_size - cached.num_tokens)
-        has_room = wanted + len(self._tables) <= self.quotes.available_blocks()
-        self.tiers.request(
-            name, tokens, namespace, len(tokens), payer, start=False, has_room=has_room, asks=False
-        )
 
     def forget(self, state: RequestState) -> None:
         """The request runs again or has ended: tiers need not hold its KV."""
