@@ -288,7 +288,7 @@ class HashedIndex(IndexBase[BlockRecord]):
         return new[-1]
 
     def _enter(self, new: Sequence[BlockRecord]) -> None:
-        """Set the time of use of new records, which form a path, and report them."""
+        """Set the time of use of new records of a path, and report them."""
         self._num_touches += 1
         now, above = self._clock.now(), new[0].parent
         for record in new:

@@ -87,7 +87,7 @@ def check_kv_folder(config: KVConfig) -> None:
 
     Makes nothing and takes no lock: another process may have it.
     """
-    path = nearest = kv_folder(config)
+    path = kv_folder(config)
     if path is None:
         return
     if not config.disk_gb:
@@ -95,6 +95,7 @@ def check_kv_folder(config: KVConfig) -> None:
             "kv.dir is the folder of the disk tier, and there is none: give its size with kv.disk_gb, or "
             "leave kv.dir out"
         )
+    nearest = path
     if os.path.lexists(path):
         PrivateFolder(path).close()
     else:
