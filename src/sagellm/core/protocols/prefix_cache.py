@@ -323,7 +323,13 @@ class PrefixReuseIndex(Protocol):
         """
 
     def extend(
-        self, above: IndexNode | None, tokens: Tokens, block_ids: Sequence[int], namespace: Namespace = ...
+        self,
+        above: IndexNode | None,
+        tokens: Tokens,
+        block_ids: Sequence[int],
+        namespace: Namespace = ...,
+        *,
+        account: Account = ...,
     ) -> IndexNode:
         """Register blocks behind a path. Linear in these blocks; `insert` reads the path too.
 

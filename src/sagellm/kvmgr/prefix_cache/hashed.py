@@ -271,16 +271,18 @@ class HashedIndex(IndexBase[BlockRecord]):
         tokens: Tokens,
         block_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        account: Account = NO_ACCOUNT,
     ) -> BlockRecord:
         last = above if isinstance(above, BlockRecord) else None
         data, ids = tokens.tobytes(), array("i", block_ids)
         first = data[: self._block_bytes]
         self._check_extension(data, ids, is_there=self._records.find(first, last, namespace) is not None)
         self._records.check_new(ids, ())
-        new: list[BlockRecord] = []
+        share, new = self._leaves.share(account), list[BlockRecord]()
         for number, block_id in enumerate(ids):
             block = data[number * self._block_bytes : (number + 1) * self._block_bytes]
-            last = self._records.add(last, block, block_id, namespace, self._leaves.default_share)
+            last = self._records.add(last, block, block_id, namespace, share)
             last.num_uses = 1
             new.append(last)
         self._enter(new)

@@ -151,11 +151,13 @@ class RadixIndex(IndexBase[Node]):
         tokens: Tokens,
         block_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        account: Account = NO_ACCOUNT,
     ) -> Node:
         edge = tokens.tobytes()
         parent = above if isinstance(above, Node) else self.tree.root(namespace)
         self._check_extension(edge, block_ids, is_there=edge[: self._block_bytes] in parent.children)
-        node = self._grow(parent, edge, block_ids, self._leaves.default_share)
+        node = self._grow(parent, edge, block_ids, self._leaves.share(account))
         node.num_uses = 1
         self._leaves.add(node)
         return node
