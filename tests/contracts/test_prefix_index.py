@@ -259,18 +259,20 @@ class IndexMachine(RuleBasedStateMachine):
             self.listener.removed.clear()
 
     @rule(
+        account=accounts,
         head=chains,
         tails=st.lists(chains, min_size=1, max_size=2, unique_by=lambda tail: tuple(tail[:BLOCK])),
     )
-    def extend(self, head: list[int], tails: list[list[int]]) -> None:
+    def extend(self, account: Account, head: list[int], tails: list[list[int]]) -> None:
         """A new path, and what branches from its end."""
+        account = NO_ACCOUNT if self.policies == "one policy" else account
         head, space = [2 + self.tick, 0, *head], SPACES[self.tick % 3]
         node = None
         for above, piece in (([], head), *((head, tail) for tail in tails)):
             blocks = self.fresh_blocks(len(piece) // BLOCK)
             whole = [*above, *piece]
-            self.add(whole, space, NO_ACCOUNT, [*[-1] * (len(above) // BLOCK), *blocks])
-            made = self.index.extend(node, Tokens(piece), blocks, space)
+            self.add(whole, space, account, [*[-1] * (len(above) // BLOCK), *blocks])
+            made = self.index.extend(node, Tokens(piece), blocks, space, account=account)
             node = made if node is None else node
         with pytest.raises(BookkeepingError, match="is resident"):
             self.index.extend(None, Tokens(head), self.fresh_blocks(len(head) // BLOCK), space)

@@ -26,12 +26,13 @@ from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
-from sagellm.engines.build_kv import build_kv, build_tiers, check_folder, prefill_costs, remote_options
+from sagellm.engines.build_kv import build_kv, build_tiers, prefill_costs, remote_options
 from sagellm.engines.config_file import kv_preset_layer, read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
 from sagellm.engines.speculation import Speculation
+from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
 log = logging.getLogger("sagellm.engine")
@@ -138,7 +139,7 @@ def build_engine(
     """
     if backend is None:
         remote_options(config.kv)  # its errors, and those of the folder, come before the weights load
-        check_folder(config.kv)
+        check_kv_folder(config.kv)
         backend = build_backend(config, clock=clock, progress=progress)
     clock = clock or getattr(backend, "clock", None)
     events = events or EventBus()

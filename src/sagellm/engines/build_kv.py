@@ -9,7 +9,6 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from sagellm.core.blocks import Tier
@@ -30,6 +29,7 @@ from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.kv_pool.tiers.admission import AdmissionFilter
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
+from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder, kv_folder
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.kv_pool.tiers.host import HostStorage
@@ -207,7 +207,7 @@ def _storages(
     if config.disk_gb:
         from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 
-        folder = _folder(config)
+        folder = kv_folder(config)
         assert folder is not None
         num_slots = _slots(config.disk_gb, slot_bytes(block_bytes), "disk_gb")
         made[Tier.NVME] = DiskStorage(folder, num_slots, block_format, codec=codec)
@@ -228,32 +228,6 @@ def _simulated_slots(config: KVConfig, block_bytes: int) -> dict[Tier, int]:
         (Tier.NVME, config.disk_gb, "disk_gb"),
     )
     return {tier: _slots(size, block_bytes, key) for tier, size, key in sizes if size}
-
-
-def check_folder(config: KVConfig) -> None:
-    """Raise `ConfigError` for a `kv.dir` without `kv.disk_gb`, and for a folder that cannot be used.
-
-    Makes nothing.
-    """
-    folder = _folder(config)
-    if folder is None:
-        return
-    if not config.disk_gb:
-        raise ConfigError(
-            "kv.dir is the folder of the disk tier, and there is none: give its size with kv.disk_gb, or "
-            "leave kv.dir out"
-        )
-    from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_usable
-
-    check_usable(folder)
-
-
-def _folder(config: KVConfig) -> Path | None:
-    """Of the disk tier. Raises `ConfigError` for `~` of an unknown user."""
-    try:
-        return None if config.dir is None else Path(config.dir).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"kv.dir {config.dir}: there is no such user, write the whole path") from error
 
 
 def remote_options(config: KVConfig) -> RemoteOptions | None:
@@ -284,7 +258,7 @@ def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> Non
 
     Looks at the folder, if it is there, and at the URL of the shared store.
     """
-    check_folder(config)
+    check_kv_folder(config)
     if not config.has_tiers:
         return
     if not config.prefix_caching:

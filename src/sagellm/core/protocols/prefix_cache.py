@@ -331,7 +331,7 @@ class PrefixReuseIndex(Protocol):
         *,
         account: Account = ...,
     ) -> IndexNode:
-        """Register blocks behind a path, in time linear in these blocks; `insert` reads the path too.
+        """Register blocks behind a path. Linear in these blocks; `insert` reads the path too.
 
         `above`: what `extend` returned for the path, with no other call in between; None: nothing is before
         them. `block_ids[i]` has tokens `[i * block_size, (i + 1) * block_size)`. Uses of the path are not

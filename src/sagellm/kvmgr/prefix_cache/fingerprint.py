@@ -32,7 +32,7 @@ def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | N
 
 
 def block_hash(block: StoredBlock) -> bytes:
-    """The hash that a stored block must have by its tokens, parent and namespace; empty without tokens."""
+    """The hash that a stored block must have. Empty for one without tokens."""
     if not block.tokens:
         return b""
     return chain(block.tokens, len(block.tokens), block.namespace, block.parent or None)[0]

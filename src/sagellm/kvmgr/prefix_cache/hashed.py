@@ -279,10 +279,10 @@ class HashedIndex(IndexBase[BlockRecord]):
         first = data[: self._block_bytes]
         self._check_extension(data, ids, is_there=self._records.find(first, last, namespace) is not None)
         self._records.check_new(ids, ())
-        new: list[BlockRecord] = []
+        share, new = self._leaves.share(account), list[BlockRecord]()
         for number, block_id in enumerate(ids):
             block = data[number * self._block_bytes : (number + 1) * self._block_bytes]
-            last = self._records.add(last, block, block_id, namespace, self._leaves.share(account))
+            last = self._records.add(last, block, block_id, namespace, share)
             last.num_uses = 1
             new.append(last)
         self._enter(new)
@@ -290,7 +290,7 @@ class HashedIndex(IndexBase[BlockRecord]):
         return new[-1]
 
     def _enter(self, new: Sequence[BlockRecord]) -> None:
-        """Set the time of use of the new records of a path, and report them as stored."""
+        """Set the time of use of new records of a path, and report them."""
         self._num_touches += 1
         now, above = self._clock.now(), new[0].parent
         for record in new:

@@ -226,7 +226,7 @@ def _is_unusable(error: Exception) -> bool:
 def parse_row(
     slot: int, token_hash: Any, parent: Any, namespace: Any, tokens: Any, used_s: Any, num_bytes: Any
 ) -> CatalogueRow | None:
-    """The values of a row; None where their types are wrong or they make no sense."""
+    """The values of a row. None where types are wrong or they make no sense."""
     values = token_hash, parent, namespace, tokens, used_s, num_bytes
     if not token_hash or tuple(map(type, values)) != (bytes, bytes, str, bytes, float, int):
         return None

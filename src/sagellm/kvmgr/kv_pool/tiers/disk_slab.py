@@ -134,7 +134,10 @@ class Slab:
         return fd
 
     def _affordable(self, num_slots: int) -> int:
-        """Slots for which there is room beside the free space that is kept, and those that are there."""
+        """Slots for which there is room beside the free space that is kept.
+
+        Not fewer than are there.
+        """
         status = os.fstat(self._fd)
         taken = min(status.st_blocks * 512, status.st_size)
         usable = self._space.usable(self._fd)
@@ -228,7 +231,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def slot_bytes(bytes_per_block: int) -> int:
-    """What a slot takes of the slab: the header's area, and the block rounded up."""
+    """Of a slot: the area of the header, and the block rounded up."""
     return ALIGNMENT + aligned(bytes_per_block)
 
 

@@ -209,7 +209,10 @@ class KVTier:
         ends: dict[bytes, IndexNode],
         account: Account,
     ) -> None:
-        """Insert the path up to a leaf behind what `ends` has of it, in pieces that end where it branches."""
+        """Insert the path up to a leaf, behind what `ends` has of it.
+
+        In pieces that end where the path branches.
+        """
         pieces, above = [[leaf]], leaf.parent
         while above and above not in ends:
             if num_children[above] > 1:
@@ -295,7 +298,10 @@ class KVTier:
 def _with_whole_prefix(
     blocks: Sequence[StoredBlock],
 ) -> tuple[dict[bytes, StoredBlock], dict[bytes, int]]:
-    """The blocks by hash whose prefix is there, and how many of these follow each that is no leaf."""
+    """The blocks whose prefix is there, by hash.
+
+    Also how many of these follow each block that is no leaf.
+    """
     behind: dict[bytes, list[StoredBlock]] = {}
     for block in blocks:
         behind.setdefault(block.parent, []).append(block)
