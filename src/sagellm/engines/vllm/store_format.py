@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from vllm import __version__
 from vllm.v1.kv_cache_interface import FullAttentionSpec, group_kernel_blocks
 
 from sagellm.core.errors import KVDataError
-from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat
+from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat, Buffer
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
@@ -49,19 +49,29 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str:
 
 
 class DeviceBytes(PoolBytes):
-    """Blocks of the device, read behind what its stream was given before `mark`."""
+    """Blocks of the device. A copy of marked blocks waits for what the device was given before their mark."""
 
-    _marked: torch.cuda.Event | None = None
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        super().__init__(pools)
+        self._marked: dict[int, torch.cuda.Event] = {}
 
-    def mark(self) -> None:
-        """For the thread that runs the model."""
+    def mark(self, block_ids: Iterable[int]) -> None:
+        """For the thread that runs the model: the steps so far may still write, zero or read these blocks."""
         if self._stream is not None:
-            self._marked = torch.cuda.current_stream().record_event()
+            self._marked.update(dict.fromkeys(block_ids, torch.cuda.current_stream().record_event()))
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
-        if self._marked is not None:
-            self._marked.synchronize()
+        self._wait_for(block_ids)
         super().read_blocks(block_ids, target)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+        self._wait_for(block_ids)
+        super().write_blocks(block_ids, data)
+
+    def _wait_for(self, block_ids: Sequence[int]) -> None:
+        """Events stay in the books until their blocks are marked again: waiting for a past one is free."""
+        for event in {self._marked[block_id] for block_id in block_ids if block_id in self._marked}:
+            event.synchronize()
 
 
 def rows_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,25 +91,29 @@ class StoreWorker:
     # -- with each step
 
     def begin(self, metadata: StoreMetadata) -> None:
-        """Before the model runs: loads begin."""
+        """Before the model runs: loads begin, behind the steps before, which may still write their blocks.
+
+        With asynchronous scheduling those of a request that has ended may run on. The step to come leaves the
+        blocks alone.
+        """
         self._metadata = metadata
         for name, slots in metadata.forgotten.items():
             if slots:
                 self._storages[name].forget(slots)
         for move in metadata.loads:
-            self._migrate(move)
+            self._migrate(move, move.plan.targets[0].block_ids)
 
     def end(self) -> None:
         """The model has run, or is in the device's queue: saves begin behind it."""
-        if self._metadata.saves and self._data is not None:
-            self._data.mark()
         for move in self._metadata.saves:
-            self._migrate(move)
+            self._migrate(move, move.plan.source_ids)
         if not self._metadata.has_forward and self._migrator is not None and not self._migrator.is_idle:
             self._migrator.wait(WAIT_S)
 
-    def _migrate(self, move: Move) -> None:
+    def _migrate(self, move: Move, block_ids: Sequence[int]) -> None:
         assert self._migrator is not None
+        assert self._data is not None
+        self._data.mark(block_ids)
         self._moves[self._migrator.migrate(move.plan)] = move
 
     def report(self) -> StoreReport:
