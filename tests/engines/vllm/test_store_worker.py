@@ -1,15 +1,18 @@
-"""The store's half in a worker: the order of copies and steps on a device."""
+"""The store's half in a worker: the order of copies and steps on a device, and weights that are replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
+from sagellm.engines.vllm.store_format import refusal
 from sagellm.engines.vllm.store_messages import StoreMetadata
 from sagellm.engines.vllm.store_worker import StoreWorker
 from tests.engines.vllm.store_world import BLOCK_GB, World, store_config, write_folder
@@ -94,3 +97,75 @@ def test_a_load_waits_for_the_steps_before_it(one: World, monkeypatch: pytest.Mo
     assert one.counts("dram")["loaded"] >= 60
     assert device.num_waits > 0
     one.check_idle()
+
+
+# -- weights that are replaced
+
+
+class OwnWorker:
+    """Has the methods of vLLM's worker that replace weights."""
+
+    num_calls = 0
+
+    def reload_weights(self, weights_path: str | None = None) -> str | None:
+        self.num_calls += 1
+        return weights_path
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.num_calls += 1
+
+
+@pytest.mark.parametrize("way", ["reload_weights", "update_weights", "load_weights"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_replaced_weights_turn_it_off(
+    model: str, tmp_path: Path, way: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Also loads and saves under way: blocks of the old weights fail, and none of the new ones is kept."""
+    calls = {
+        "reload_weights": lambda: OwnWorker().reload_weights(weights_path="other"),
+        "update_weights": lambda: OwnWorker().update_weights({}),
+        # as an extension of the worker does
+        "load_weights": lambda: LlamaForCausalLM.load_weights(None, []),
+    }
+    monkeypatch.setattr(LlamaForCausalLM, "load_weights", lambda self, weights: set())
+    make = partial(World, model, asynchronous=asynchronous, worker_cls=f"{__name__}.OwnWorker")
+    settings = {"policy": "lru", "host_gb": 200 * BLOCK_GB, "disk_gb": 200 * BLOCK_GB, "dir": str(tmp_path)}
+    one = make(store_config(**settings))
+    answers = [one.ask(prompt) for prompt in PROMPTS]
+    kept = one.counts("nvme")
+    assert kept["stored"] == 8 * 10
+    with one.workers[0]._worker._migrator._writing:  # loads do not end
+        one.add(PROMPTS[0])
+        one.add(PROMPTS[1])
+        for _ in range(4):
+            one.step()
+        assert one.books is not None
+        assert one.books._loads
+        computed, result = one.num_computed, calls[way]()
+    if way == "reload_weights":
+        assert result == "other", "the method itself was called"
+    one.run()
+    assert one.engine.reset_prefix_cache()
+    again = [one.ask(prompt) for prompt in PROMPTS]
+    assert again == answers, "the model here is the same one"
+    assert one.num_computed >= computed + 8 * 42
+    assert one.counts("nvme")["stored"] == kept["stored"]
+    assert "weights were replaced" in one.counts("nvme")["fault"]
+    assert "weights were replaced" in one.counts("dram")["fault"]
+    assert caplog.text.count("weights were replaced") == 1
+    one.check_idle()
+    one.close()
+    second = make(store_config(**settings))
+    assert [second.ask(prompt) for prompt in PROMPTS] == answers
+    assert second.counts("nvme")["loaded"] == 8 * 9, "a restart has the weights of the files again"
+    second.close()
+
+
+def test_a_sleep_frees_what_the_store_copies(model: str) -> None:
+    one = World(model, store_config(host_gb=BLOCK_GB))
+    config = one.engine.vllm_config
+    assert refusal(config, one.engine.kv_cache_config) == ""
+    config.model_config.enable_sleep_mode = True
+    assert "sleep" in refusal(config, one.engine.kv_cache_config)
+    one.close()

@@ -40,6 +40,8 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str:
         return "speculative decoding writes KV that is taken back"
     if config.load_config.load_format == "dummy" or config.weight_transfer_config is not None:
         return "its weights are not those of the files in its folder"
+    if model.enable_sleep_mode:
+        return "sleep mode frees the memory that it copies"
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups; one is supported"
     spec = groups[0].kv_cache_spec
@@ -49,14 +51,17 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str:
 
 
 class DeviceBytes(PoolBytes):
-    """Blocks of the device. A copy of marked blocks waits for what the device was given before their mark."""
+    """Blocks of the device.
+
+    A copy of marked blocks waits for what the device was given before their mark.
+    """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
         super().__init__(pools)
         self._marked: dict[int, torch.cuda.Event] = {}
 
     def mark(self, block_ids: Iterable[int]) -> None:
-        """For the thread that runs the model: the steps so far may still write, zero or read these blocks."""
+        """The steps so far may still write, zero or read these blocks. For the model's thread."""
         if self._stream is not None:
             self._marked.update(dict.fromkeys(block_ids, torch.cuda.current_stream().record_event()))
 
@@ -69,7 +74,7 @@ class DeviceBytes(PoolBytes):
         super().write_blocks(block_ids, data)
 
     def _wait_for(self, block_ids: Sequence[int]) -> None:
-        """Events stay in the books until their blocks are marked again: waiting for a past one is free."""
+        """Wait for their marks. A past one costs nothing, so it stays until the next."""
         for event in {self._marked[block_id] for block_id in block_ids if block_id in self._marked}:
             event.synchronize()
 
