@@ -16,6 +16,7 @@ COUNTERS = {
     "stored": "Blocks written to a tier.",
     "loaded": "Blocks brought back from a tier.",
     "evicted": "Blocks that a tier gave up.",
+    "dropped": "Blocks that were not written, since saves held too many already.",
 }
 GAUGES = {
     "total_blocks": "Blocks that a tier has room for.",
