@@ -11,6 +11,7 @@ from pathlib import Path
 from sagellm.core.errors import ConfigError
 
 LOCK_FILE = "lock"
+_WRITABLE = "name a folder that this user can write to, on a disk that is not read-only"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -72,6 +73,20 @@ class PrivateFolder:
             raise ConfigError(f"others can write to {self.path}: run `chmod 700 {self.path}`")
 
 
+def check_usable(path: Path) -> None:
+    """Raise `ConfigError` for a folder that `OwnedFolder` could not make or use.
+
+    Makes nothing and takes no lock: another process may have it.
+    """
+    nearest = path
+    if os.path.lexists(path):
+        PrivateFolder(path).close()
+    else:
+        nearest = next(each for each in path.absolute().parents if os.path.lexists(each))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: user {os.geteuid()} cannot write to {nearest}: {_WRITABLE}")
+
+
 class OwnedFolder(PrivateFolder):
     """Holds the lock of a folder from its constructor until `close`.
 
@@ -129,4 +144,4 @@ def _why_not_opened(path: Path, error: OSError) -> str:
         return "a symlink is not followed: name the folder that it points to"
     if error.errno == errno.ENOENT:
         return "there is no such folder: name the kv.dir of a server that has kv.disk_gb"
-    return f"{error.strerror}: name a folder that this user can write to, on a disk that is not read-only"
+    return f"{error.strerror}: {_WRITABLE}"
