@@ -96,10 +96,10 @@ def test_a_store_runs_beside_the_policy(cli: Any) -> None:
 
 
 def test_a_tilde_is_the_home_folder(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", "/srv/someone")
     _, config = composed(cli, "--sage-disk-gb", "1", "--sage-dir", "~/kv")
     store = config["kv_connector_extra_config"]["connectors"][1]
-    assert store["kv_connector_extra_config"]["dir"] == "/home/someone/kv"
+    assert store["kv_connector_extra_config"]["dir"] == "/srv/someone/kv"
 
 
 def test_a_store_beside_another_connector(cli: Any) -> None:
