@@ -80,11 +80,12 @@ class SageOptions(OptionGroup):
 
     def check_folder(self) -> None:
         """Raise `ConfigError` where vLLM's workers could make no folder for KV. They ask after loading."""
-        from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_usable
+        from sagellm.core.config import KVConfig
+        from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 
         store = self.store()
         if store is not None and (folder := store["kv_connector_extra_config"]["dir"]):
-            check_usable(Path(folder) / "vllm")
+            check_kv_folder(KVConfig(disk_gb=self.sage_disk_gb, dir=str(Path(folder) / "vllm")))
 
     def scheduler(self) -> dict[str, Any] | None:
         """The configuration of our scheduler, if it is wanted."""

@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 
+from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
 
 LOCK_FILE = "lock"
@@ -73,11 +74,27 @@ class PrivateFolder:
             raise ConfigError(f"others can write to {self.path}: run `chmod 700 {self.path}`")
 
 
-def check_usable(path: Path) -> None:
-    """Raise `ConfigError` for a folder that `OwnedFolder` could not make or use.
+def kv_folder(config: KVConfig) -> Path | None:
+    """`kv.dir`, with `~` expanded. Raises `ConfigError` for `~` of an unknown user."""
+    try:
+        return None if config.dir is None else Path(config.dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"kv.dir {config.dir}: there is no such user, write the whole path") from error
+
+
+def check_kv_folder(config: KVConfig) -> None:
+    """Raise `ConfigError` for a `kv.dir` that `OwnedFolder` could not use, or without `kv.disk_gb`.
 
     Makes nothing and takes no lock: another process may have it.
     """
+    path = kv_folder(config)
+    if path is None:
+        return
+    if not config.disk_gb:
+        raise ConfigError(
+            "kv.dir is the folder of the disk tier, and there is none: give its size with kv.disk_gb, or "
+            "leave kv.dir out"
+        )
     nearest = path
     if os.path.lexists(path):
         PrivateFolder(path).close()
