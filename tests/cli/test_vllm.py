@@ -95,6 +95,13 @@ def test_a_store_runs_beside_the_policy(cli: Any) -> None:
     assert store["kv_connector_extra_config"] == extra
 
 
+def test_a_tilde_is_the_home_folder(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/srv/someone")
+    _, config = composed(cli, "--sage-disk-gb", "1", "--sage-dir", "~/kv")
+    store = config["kv_connector_extra_config"]["connectors"][1]
+    assert store["kv_connector_extra_config"]["dir"] == "/srv/someone/kv"
+
+
 def test_a_store_beside_another_connector(cli: Any) -> None:
     _, config = composed(cli, "--kv-transfer-config", OTHER, *STORE)
     members = config["kv_connector_extra_config"]["connectors"]
@@ -123,6 +130,15 @@ REFUSED = {
     "a negative time": (["--sage-report-s", "-1"], "a number of seconds"),
     "a disk without a folder": (["--sage-disk-gb", "1"], "belong together"),
     "a folder without a size": (["--sage-dir", "/var/kv"], "set host_gb"),
+    "a folder without a size, beside host memory": (
+        ["--sage-host-gb", "1", "--sage-dir", "/var/kv"],
+        "belong together",
+    ),
+    "a folder of an unknown user": (["--sage-disk-gb", "1", "--sage-dir", "~no one/kv"], "no such user"),
+    "a folder that cannot be made": (
+        ["--sage-disk-gb", "1", "--sage-dir", "/dev/null/kv"],
+        "cannot write to",
+    ),
     "a negative size": (["--sage-host-gb", "-1"], "a number of GiB"),
     "requests that fail with a block": (
         ["--sage-host-gb", "1", "--kv-transfer-config", FAILS],

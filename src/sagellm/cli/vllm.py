@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sagellm.cli._options import App, Command, OptionGroup, argument, command, flag
@@ -76,6 +77,15 @@ class SageOptions(OptionGroup):
             FAILURES: RECOMPUTE,
             "kv_connector_extra_config": asdict(StoreSettings.of(sizes)),
         }
+
+    def check_folder(self) -> None:
+        """Raise `ConfigError` where vLLM's workers could make no folder for KV. They ask after loading."""
+        from sagellm.core.config import KVConfig
+        from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
+
+        store = self.store()
+        if store is not None and (folder := store["kv_connector_extra_config"]["dir"]):
+            check_kv_folder(KVConfig(disk_gb=self.sage_disk_gb, dir=str(Path(folder) / "vllm")))
 
     def scheduler(self) -> dict[str, Any] | None:
         """The configuration of our scheduler, if it is wanted."""
@@ -183,6 +193,7 @@ def serve(
     if show_command:
         print(shlex.join(["vllm", "serve", model, *words]))
         return
+    sage.check_folder()
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("vllm serve", "vllm", "vllm")
     sys.stdout.flush()

@@ -350,6 +350,37 @@ def test_weights_are_told_apart_by_their_files(tmp_path: Path) -> None:
         assert pages.storage.batch_exists(pages.hashes(TOKENS)) == 0
 
 
+def test_draft_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    """The KV of another draft model is not found, and that of the target is."""
+    folder, draft = tmp_path / "kv", tmp_path / "draft"
+    shutil.copytree(DEMO, draft)
+    options: dict[str, Any] = {"model": str(DEMO), "speculative_draft_model_path": str(draft)}
+
+    def with_draft(cache: Any) -> Any:
+        storage = cache.cache_controller.storage_backend
+        storage.register_mem_host_pool_v2(Pages(cache).pool, PoolName.DRAFT)
+        return storage
+
+    with hicache(config(folder, weights_id=""), **options) as cache:
+        pages = Pages(cache)
+        storage = with_draft(cache)
+        keys, indices = pages.hashes(TOKENS), pages.alloc(10)
+        expected = pages.fill(indices, 1)
+        assert pages.back_up(TOKENS, indices) == 40
+        of_draft = PoolTransfer(PoolName.DRAFT, host_indices=indices, keys=keys)
+        assert storage.batch_set_v2([of_draft]) == {PoolName.DRAFT: [True] * 10}
+    with hicache(config(folder, weights_id=""), **options) as cache:
+        storage = with_draft(cache)
+        assert storage.batch_exists_v2(keys, [of_draft]).kv_hit_pages == 10
+    weights = bytearray((draft / "model.safetensors").read_bytes())
+    weights[-8192:] = bytes(8192)
+    (draft / "model.safetensors").write_bytes(weights)
+    with hicache(config(folder, weights_id=""), **options) as cache:
+        storage = with_draft(cache)
+        assert storage.batch_get_v2([of_draft]) == {PoolName.DRAFT: [False] * 10}
+        assert loaded(cache, expected) == 40
+
+
 def test_replaced_weights_turn_it_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

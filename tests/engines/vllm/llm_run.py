@@ -26,7 +26,11 @@ def main():
     rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     sessions = [[5 + i] * 64 for i in range(9)]
     tokens, cached = [], 0
+    reloaded = [word.removeprefix("reload=") for word in sys.argv[3:] if word.startswith("reload=")]
     for turn in range(4):
+        if turn == 2 and reloaded:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": reloaded[0]})
+            assert llm.reset_prefix_cache()
         for first in range(0, 9, 3):
             group = sessions[first : first + 3]
             for prompt in group:
@@ -37,7 +41,7 @@ def main():
                 cached += answer.num_cached_tokens
                 prompt += tokens[-1]
     print("ANSWER " + json.dumps([tokens, cached]), flush=True)
-    if sys.argv[3:] == ["die"]:
+    if "die" in sys.argv[3:]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
@@ -46,11 +50,12 @@ if __name__ == "__main__":
 
 
 def generated(
-    folder: Path, config: dict[str, Any] | None, *, dies: bool = False
+    folder: Path, config: dict[str, Any] | None, *, dies: bool = False, reloaded: Path | None = None
 ) -> tuple[list[list[int]], int, str]:
     """The tokens of all answers, the reused tokens of prompts, and the log.
 
-    `dies`: the process kills itself (SIGKILL) after the last answer.
+    `dies`: the process kills itself (SIGKILL) after the last answer. `reloaded`: a folder with other weights,
+    which replace those of the model after two turns of four.
     """
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -60,8 +65,9 @@ def generated(
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
+    words = ["die"] * dies + ([f"reload={reloaded}"] if reloaded else [])
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), json.dumps(config), *(["die"] if dies else [])],
+        [sys.executable, str(script), str(folder), json.dumps(config), *words],
         env=os.environ | settings, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     log = done.stdout + done.stderr

@@ -78,6 +78,7 @@ class World:
         num_blocks: int = 40,
         asynchronous: bool = False,
         ranks: int = 1,
+        worker_cls: str = "auto",
     ) -> None:
         register()
         init_none_hash(sha256)
@@ -93,7 +94,7 @@ class World:
             ),
             cache_config=cache,
             device_config=DeviceConfig("cpu"),
-            parallel_config=ParallelConfig(tensor_parallel_size=ranks),
+            parallel_config=ParallelConfig(tensor_parallel_size=ranks, worker_cls=worker_cls),
             kv_transfer_config=None if config is None else KVTransferConfig(**config),
         )  # fmt: skip
         cache.num_gpu_blocks = num_blocks + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,30 @@ def test_beside_our_eviction_policy(world: Made, model: str) -> None:
     one.close()
 
 
+def test_what_saves_have_no_room_for_is_counted(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, goes_on = world(host=200), threading.Event()
+    assert one.books is not None
+    monkeypatch.setattr(one.books, "_most_held", 0)
+    data = one.workers[0]._worker._data
+    read_blocks = data.read_blocks
+
+    def waits(block_ids: list[int], target: memoryview) -> None:
+        assert goes_on.wait(60)
+        read_blocks(block_ids, target)
+
+    monkeypatch.setattr(data, "read_blocks", waits)
+    names = [one.add(prompt, num_output=9) for prompt in PROMPTS[:3]]
+    for _ in range(40):
+        one.step()
+    assert not set(names) & set(one.engine.requests), "their answers are complete"
+    goes_on.set()
+    one.run()
+    counts = one.counts("dram")
+    assert counts["dropped"] == 2 * 2, "the answers of the second and of the third"
+    assert counts["stored"] == 3 * 10 + 2
+    one.check_idle()
+
+
 def test_counts_on_metrics(world: Made) -> None:
     one = world(host=60, disk=200)
     fill(one)
@@ -240,7 +265,7 @@ def test_counts_on_metrics(world: Made) -> None:
         shown.observe(stats.data)
     for tier in ("dram", "nvme"):
         counts, labels = one.counts(tier), {"engine": "0", "tier": tier}
-        for name in ("stored", "loaded", "evicted"):
+        for name in ("stored", "loaded", "evicted", "dropped"):
             found = REGISTRY.get_sample_value(f"sagellm_kv_tier_{name}_blocks_total", labels)
             assert found == counts[name]
         assert REGISTRY.get_sample_value("sagellm_kv_tier_cached_blocks", labels) == counts["cached"]

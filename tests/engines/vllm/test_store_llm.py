@@ -67,3 +67,20 @@ def test_a_disk_after_kill_damage_and_with_other_weights(
     assert changed != stock[0]
     assert num_changed == num_cached
     assert "starts empty" in log
+
+
+def test_weights_that_are_reloaded(model: Path, stock: tuple[Any, int], tmp_path: Path) -> None:
+    """No KV of the one weights is used with the others, nor after a restart."""
+    other, config = tmp_path / "other", store_config(disk_gb=0.2, dir=str(tmp_path / "kv"))
+    other.mkdir()
+    write_model(shape_named("tiny"), other, seed=1)
+    expected = generated(model, None, reloaded=other)[0]
+    tokens, _, log = generated(model, config, reloaded=other)
+    assert tokens == expected
+    assert tokens[:18] == stock[0][:18]
+    assert tokens[18:] != stock[0][18:]
+    assert log.count("weights were replaced") == 1
+    tokens, num_warm, log = generated(model, config)
+    assert tokens == stock[0]
+    assert num_warm > 2 * stock[1]
+    assert "blocks from before" in log

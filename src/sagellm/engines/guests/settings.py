@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sagellm.core.clock import MonotonicClock
@@ -105,13 +106,21 @@ class StoreSettings:
                 raise ConfigError(f"{name} must be a number of GiB, got {size!r}")
         if not isinstance(given.get("dir", ""), str):
             raise ConfigError(f"dir must be the name of a folder, got {given['dir']!r}")
-        made = cls(**given)
+        made = cls(**given | {"dir": _expanded(given.get("dir", ""))})
         if not made.host_gb and not made.disk_gb:
             raise ConfigError("a store needs memory: set host_gb, or disk_gb and dir")
         if bool(made.dir) != bool(made.disk_gb):
             raise ConfigError("disk_gb and dir belong together: a size in GiB, and the folder for it")
         _check_policy(made.policy, made.options)
         return made
+
+
+def _expanded(folder: str) -> str:
+    """A folder with `~` as the home folder. Raises `ConfigError` for that of an unknown user."""
+    try:
+        return str(Path(folder).expanduser()) if folder else ""
+    except RuntimeError as error:
+        raise ConfigError(f"dir {folder}: there is no such user, write the whole path") from error
 
 
 def _check_policy(policy: str, options: Any) -> None:

@@ -44,7 +44,13 @@ from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.kv_tiers import BlockFormat
 from sagellm.engines.build_kv import make_policy
 from sagellm.engines.guests.keyed_blocks import KeyedBlocks, KeyedRemote, KeyedTier
-from sagellm.engines.sglang.hicache_format import HiCacheSettings, format_of_pages, identity_of_model
+from sagellm.engines.sglang.hicache_format import (
+    OF_DRAFT,
+    HiCacheSettings,
+    format_of_pages,
+    identity_of_draft,
+    identity_of_model,
+)
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import OwnedFolder
@@ -85,6 +91,7 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
         except (RuntimeError, ValueError):  # no server: a test or a tool
             args = None
         self._model = identity_of_model(self.settings.weights_id, args)
+        self._draft = identity_of_draft(self.settings.weights_id, args)
         if self.settings.remote_url:  # a wrong URL or a missing package: now, and not at the first call
             RemoteStore(RemoteOptions(self.settings.remote_url), BlockFormat(bytes(16), 1)).close()
         else:
@@ -101,7 +108,8 @@ class SageHiCache(HiCacheStorage):  # type: ignore[misc]
         """One more host pool. Raises `ConfigError` where its pages cannot be stored."""
         if self.registered_pools.get(host_pool_name) is host_pool:
             return
-        page_format = format_of_pages(host_pool_name, host_pool, self.config, self._model)
+        model = self._model + self._draft if host_pool_name in OF_DRAFT else self._model
+        page_format = format_of_pages(host_pool_name, host_pool, self.config, model)
         with self._opening:
             if self._stores is not None:
                 logger.warning("sageLLM: pages of %s are not stored: the pool came late", host_pool_name)

@@ -6,12 +6,13 @@ in the `BlockFormat` here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.version import __version__ as sglang_version
 
@@ -32,6 +33,11 @@ _OF_SGLANG = (
 )  # fmt: skip
 _ARGUMENTS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
 """Of a server: they change KV beside the weights."""
+_ARGUMENTS_OF_DRAFT = (
+    "speculative_algorithm", "speculative_draft_load_format", "speculative_draft_model_quantization",
+)  # fmt: skip
+OF_DRAFT = (PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA)
+"""Pools with the KV of a draft model."""
 _SHARDED_ALWAYS = (PoolName.MAMBA, PoolName.DRAFT, PoolName.DRAFT_SWA)
 """Pools that differ from rank to rank, also where the KV of an MLA model does not."""
 
@@ -98,23 +104,44 @@ def identity_of_model(weights_id: str, args: Any) -> tuple[Any, ...]:
     `args`: of SGLang; None if there are none. Raises `ConfigError` where they cannot be
     told from others and there is no `weights_id`.
     """
-    of_files = f"id {weights_id}" if weights_id else _files_of(args)
+    of_files = f"id {weights_id}" if weights_id else _told_apart(_files_of, args)
     return of_files, [str(getattr(args, name, None)) for name in _ARGUMENTS]
 
 
-def _files_of(args: Any) -> str:
+def identity_of_draft(weights_id: str, args: Any) -> tuple[Any, ...]:
+    """What stands for the draft model of a server, beside its target. Raises as `identity_of_model`."""
+    if args is None:
+        return ()
+    resolved = resolving_view(args)
+    of_files = "" if weights_id else _told_apart(_files_of_draft, resolved)
+    return of_files, [str(getattr(resolved, name, None)) for name in _ARGUMENTS_OF_DRAFT]
+
+
+def _told_apart(files_of: Callable[[Any], str], args: Any) -> str:
     try:
-        if args is None or args.load_format == "dummy":
-            raise ModelError("its weights have no files")
-        folder = model_folder(args.model_path, args.revision, offline=True, check=lambda folder: None)
-        others = [args.tokenizer_path, *(adapter.lora_path for adapter in args.lora_paths or ())]
-        contents = [_content(Path(path)) for path in others if path and path != args.model_path]
-        return f"{model_fingerprint(folder, Checkpoint(folder), str(args.dtype))} {contents}"
+        return files_of(args)
     except (ModelError, OSError) as error:
         raise _wrong(
             f'this model cannot be told from others ({error}). Give "weights_id", a text of your own, '
-            "and change it with the weights, the tokenizer or the adapters"
+            "and change it with the weights, the tokenizer, the adapters or the draft model"
         ) from error
+
+
+def _files_of(args: Any) -> str:
+    if args is None or args.load_format == "dummy":
+        raise ModelError("its weights have no files")
+    folder = model_folder(args.model_path, args.revision, offline=True, check=lambda folder: None)
+    others = [args.tokenizer_path, *(adapter.lora_path for adapter in args.lora_paths or ())]
+    contents = [_content(Path(path)) for path in others if path and path != args.model_path]
+    return f"{model_fingerprint(folder, Checkpoint(folder), str(args.dtype))} {contents}"
+
+
+def _files_of_draft(args: Any) -> str:
+    path = args.speculative_draft_model_path
+    if not path or path == args.model_path:
+        return ""
+    revision = args.speculative_draft_model_revision
+    return str(_content(model_folder(path, revision, offline=True, check=lambda folder: None)))
 
 
 def _content(folder: Path) -> list[tuple[str, str]]:

@@ -90,7 +90,7 @@ class SageMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, list[Any]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _unregister_former()
+        unregister_former(*NAMES.values())
         made = metric_types[Counter]
         self._blocks = made(
             name=NAMES[BLOCKS], documentation="Whole KV blocks of prompts.", labelnames=labelnames
@@ -115,11 +115,11 @@ class SageMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.labels(*labels, name).inc(count)
 
 
-def _unregister_former() -> None:
-    """Remove the counters of a former engine of this process.
+def unregister_former(*prefixes: str) -> None:
+    """Remove metrics of a former engine of this process, by their prefixes.
 
     vLLM does the same with its own counters, since Prometheus refuses a name that is registered already.
     """
     for collector in list(getattr(REGISTRY, "_collector_to_names", ())):
-        if getattr(collector, "_name", "") in NAMES.values():
+        if getattr(collector, "_name", "").startswith(prefixes):
             REGISTRY.unregister(collector)

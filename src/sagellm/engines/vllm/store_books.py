@@ -224,6 +224,8 @@ class StoreBooks:
         num_held = 0 if use is None else len(block_ids)
         has_room = not self._num_held or self._num_held + num_held <= self._most_held
         for tier in self.tiers:
+            if not has_room:
+                tier.num_dropped += self._num_missing(tier, tokens, namespace, block_ids)
             store = tier.begin_store(tokens, namespace, len(block_ids), use=use, has_time=has_room)
             if store is not None:
                 stores[tier.tier] = store
@@ -244,6 +246,15 @@ class StoreBooks:
         type(self._pool).touch(self._pool, blocks)  # not what `GuidedPool` has put in its place
         self._num_held += num_held
         self._saves[self._move(plan)] = _Save(blocks, stores, num_held)
+
+    def _num_missing(
+        self, tier: KVTier, tokens: Tokens, namespace: Namespace, block_ids: Sequence[int]
+    ) -> int:
+        """How many blocks a tier lacks and is not being given."""
+        known = tier.lookup(tokens, namespace, len(block_ids) * self._size).num_blocks
+        saves = [save.blocks for save in self._saves.values() if tier.tier in save.stores]
+        under_way = {block.block_id for blocks in saves for block in blocks}
+        return sum(block_id not in under_way for block_id in block_ids[known:])
 
     def _move(self, plan: MigrationPlan, request_id: str = "") -> int:
         self._num_moves += 1

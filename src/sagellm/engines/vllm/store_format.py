@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from vllm import __version__
 from vllm.v1.kv_cache_interface import FullAttentionSpec, group_kernel_blocks
 
 from sagellm.core.errors import KVDataError
-from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat
+from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, BlockFormat, Buffer
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
@@ -40,6 +40,8 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str:
         return "speculative decoding writes KV that is taken back"
     if config.load_config.load_format == "dummy" or config.weight_transfer_config is not None:
         return "its weights are not those of the files in its folder"
+    if model.enable_sleep_mode:
+        return "sleep mode frees the memory that it copies"
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups; one is supported"
     spec = groups[0].kv_cache_spec
@@ -49,19 +51,32 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str:
 
 
 class DeviceBytes(PoolBytes):
-    """Blocks of the device, read behind what its stream was given before `mark`."""
+    """Blocks of the device.
 
-    _marked: torch.cuda.Event | None = None
+    A copy of marked blocks waits for what the device was given before their mark.
+    """
 
-    def mark(self) -> None:
-        """For the thread that runs the model."""
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        super().__init__(pools)
+        self._marked: dict[int, torch.cuda.Event] = {}
+
+    def mark(self, block_ids: Iterable[int]) -> None:
+        """The steps so far may still write, zero or read these blocks. For the model's thread."""
         if self._stream is not None:
-            self._marked = torch.cuda.current_stream().record_event()
+            self._marked.update(dict.fromkeys(block_ids, torch.cuda.current_stream().record_event()))
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
-        if self._marked is not None:
-            self._marked.synchronize()
+        self._wait_for(block_ids)
         super().read_blocks(block_ids, target)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+        self._wait_for(block_ids)
+        super().write_blocks(block_ids, data)
+
+    def _wait_for(self, block_ids: Sequence[int]) -> None:
+        """Wait for their marks. A past one costs nothing, so it stays until the next."""
+        for event in {self._marked[block_id] for block_id in block_ids if block_id in self._marked}:
+            event.synchronize()
 
 
 def rows_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

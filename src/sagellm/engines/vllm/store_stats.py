@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from sagellm.core.protocols.kv_tiers import TierState
+from sagellm.engines.vllm.stats import unregister_former
 
 COUNTERS = {
     "stored": "Blocks written to a tier.",
     "loaded": "Blocks brought back from a tier.",
     "evicted": "Blocks that a tier gave up.",
+    "dropped": "Blocks that were not written, since saves held too many already.",
 }
 GAUGES = {
     "total_blocks": "Blocks that a tier has room for.",
@@ -96,9 +98,7 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, list[Any]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        for collector in list(getattr(REGISTRY, "_collector_to_names", ())):
-            if getattr(collector, "_name", "").startswith(PREFIX):  # of a former engine of this process
-                REGISTRY.unregister(collector)
+        unregister_former(PREFIX)
         labels = [*labelnames, "tier"]
         counter, gauge = metric_types[Counter], metric_types[Gauge]
         self._counters = {
