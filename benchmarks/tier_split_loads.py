@@ -61,7 +61,7 @@ def first_token_s(engine: Engine, name: str, num_tokens: int) -> float:
 
 
 def measured(tier: str, bytes_per_s: float, num_tokens: int) -> tuple[float, int]:
-    """Seconds to the first token of an evicted prompt, and the blocks that it loaded."""
+    """Seconds to the first token of an evicted prompt, and blocks that it loaded."""
     engine = engine_with(tier, bytes_per_s)
     for length in range(4096, num_tokens + 1, 4096):  # a conversation: what is saved at once is below 1 GiB
         first_token_s(engine, f"turn {length}", length)

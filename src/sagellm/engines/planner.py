@@ -91,7 +91,7 @@ class Planner:
                 self._table.limit(state, None)
             else:
                 draft.hold(state)
-                draft.record("load", state, "hold", "KV of its next tokens is on its way")
+                draft.record("tiers", state, "hold", "KV of its next tokens is on its way")
 
     def _plan_approximate(self, draft: Draft) -> None:
         """Look for approximate reuse of admitted requests, if no tier loads their tail."""

@@ -18,6 +18,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from tests.builders import split_loads
 from tests.tiny_models import save_tiny
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 20, 61
@@ -93,6 +94,29 @@ def test_the_same_tokens_after_eviction(
     [state] = hierarchy(tiered).states()
     assert state.loaded > 60
     assert not state.misses
+    tiered.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_the_same_tokens_where_the_head_is_computed_and_the_tail_loaded(
+    tmp_path: Path, kind: str, overlap: bool, tier: dict[str, Any]
+) -> None:
+    save_tiny(tmp_path / "model", kind)
+    alone = engine(tmp_path / "model")
+    expected = [ask(alone, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts(count=2))]
+    alone.close()
+    room = {"kv.num_blocks": 40, "scheduler.max_batched_tokens": 16, "scheduler.max_num_seqs": 4}
+    tiered = engine(tmp_path / "model", **tier, **room, **{"engine.overlap": overlap})
+    assert [ask(tiered, f"0-{i}", prompt)[0] for i, prompt in enumerate(prompts(count=2))] == expected
+    tiered.clear_cache()
+    split_loads(tiered.kv)
+    for i, prompt in enumerate(prompts(count=2)):
+        drawn, num_cached = ask(tiered, f"1-{i}", prompt)
+        assert drawn == expected[i]
+        assert 0 < num_cached < LENGTH // BLOCK * BLOCK
+    assert tiered._kv_waits is not None
+    assert tiered._kv_waits.num_tails == 2
     tiered.close()
 
 

@@ -329,6 +329,24 @@ def test_a_tail_that_takes_too_long_ends_with_what_came(server: FakeServer) -> N
     second.hierarchy.close()
 
 
+def test_a_request_that_asks_anew_while_its_old_tail_ends(server: FakeServer) -> None:
+    first, second = user_of(server), user_of(server)
+    save(first, prompt(1, 6), "a")
+    second.split_loads()
+    second.hierarchy.request("b", prompt(1, 6), SPACE, 12, tail_blocks=6)
+    second.settle()
+    server.gate.clear()
+    assert second.begin_tail(prompt(1, 6), "b", tail_blocks=6) == 3
+    assert second.end_tail("b", leaves=True) == 0  # it is preempted; the thread still reads
+    assert second.hierarchy.request("b", prompt(1, 6), SPACE, 12) is TierLookup.HIT_PENDING
+    assert second.hierarchy.give_way()
+    server.gate.set()
+    assert second.settle() == ["b"]
+    second.check()
+    first.hierarchy.close()
+    second.hierarchy.close()
+
+
 class Instances(RuleBasedStateMachine):
     """Two instances over one server that fails, loses, damages and refuses blocks. No byte is ever wrong."""
 

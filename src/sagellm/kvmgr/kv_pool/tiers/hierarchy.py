@@ -479,11 +479,12 @@ class HierarchyManager:
     def give_way(self) -> bool:
         self.start_loads()  # so that these end by a report, too
         self._drop_offers()
-        tails = [load.request_id for load in self._loads.values() if load.is_tail]
         had_tails = bool(self._tails)
-        for request_id in (*self._tails, *tails):
+        for request_id in list(self._tails):
             self._drop_tail(request_id)
-            self._move_of.pop(request_id, None)
+        for move_id, load in self._loads.items():
+            if load.is_tail and self._move_of.get(load.request_id) == move_id:
+                del self._move_of[load.request_id]  # so that what has come is freed
         if not self._stores and not self._loads:
             return had_tails
         for move_id in (*self._stores, *self._loads):
