@@ -1,4 +1,4 @@
-"""From a configuration to the KV manager: index, policy, pool, shares, tiers below the device.
+"""From a configuration to the KV manager: index, policy, pool, shares, tiers.
 
 Part of `build.py`, where the modules are joined; it holds no logic.
 """
@@ -254,7 +254,7 @@ def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
 
 
 def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> None:
-    """Raise `ConfigError` if KV of such a model cannot go below the device, or a tier cannot be used.
+    """Raise `ConfigError` where the tiers cannot be used with such a model.
 
     Looks at the folder, if it is there, and at the URL of the shared store.
     """

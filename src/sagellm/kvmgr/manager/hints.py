@@ -23,6 +23,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.checkpoints import Checkpoints
 from sagellm.kvmgr.manager.expected_later import Expected, ExpectedLater, Prefix, prefix_of
+from sagellm.kvmgr.manager.loads import TierLoads
 from sagellm.kvmgr.manager.similar_sessions import Session, SimilarSessions
 
 EXPECTED_FOR_S = 60.0
@@ -31,8 +32,6 @@ MAX_EXPECTED = 1024
 LOAD_MARGIN_S = 1.0
 """What is expected later begins to load so long before, beside the time that the load takes."""
 MIN_SIMILARITY = 0.8
-BringUp = Callable[[str, Tokens, Namespace, Account], None]
-"""Loads what tiers have of a path, under a name, for the account that pays."""
 
 
 class _Expected(NamedTuple):
@@ -47,7 +46,7 @@ class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
     Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
-    `tiers` have; from there `bring_up` loads what is expected. It keeps the tokens of the last `max_sessions`
+    `tiers` have; from there `loads` brings up what is expected. It keeps the tokens of the last `max_sessions`
     sessions, up to `max_tokens` tokens together; as many tokens of what is expected later.
     """
 
@@ -56,15 +55,15 @@ class KVHints:
         index: PrefixReuseIndex,
         namespace_of: Callable[[Namespace], Namespace],
         now: Callable[[], float],
+        loads: TierLoads | None = None,
         *,
         checkpoints: Checkpoints | None = None,
         tiers: KVTiers | None = None,
-        bring_up: BringUp | None = None,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:
         self._index, self._checkpoints, self._tiers = index, checkpoints, tiers
-        self._bring_up, self._num_prefetches = bring_up, 0
+        self._loads, self._num_prefetches = loads, 0
         self._namespace_of = namespace_of
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
@@ -233,10 +232,10 @@ class KVHints:
         if num_blocks:
             self._expected.pop(prefix, None)
             self._expected[prefix] = _Expected(tokens, namespace, self._now() + EXPECTED_FOR_S)
-            if self._bring_up is not None and prefix not in self._loading:
+            if self._loads is not None and prefix not in self._loading:
                 self._num_prefetches += 1
                 load = self._loading[prefix] = f"kv.expect {self._num_prefetches}"
-                self._bring_up(load, tokens, namespace, account)
+                self._loads.bring_up_expected(load, tokens, namespace, account)
             self._end_expectations()
         return num_blocks
 

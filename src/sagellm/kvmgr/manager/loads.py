@@ -1,4 +1,4 @@
-"""`TierLoads`: has tiers bring up KV for waiting requests, and for prefixes that are expected."""
+"""`TierLoads`: KV that tiers bring up for waiting requests and expected prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagellm.kvmgr.manager.tables import BlockTables
 
 
 class TierLoads:
-    """Asks tiers for as much as the device has room for, and names who pays."""
+    """Asks tiers for what the device has room for, and says which account pays."""
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class TierLoads:
         return self._tiers.load_tail(*self._path_of(state), max(0, self._quotes.left_beside(state)))
 
     def bring_up_expected(self, name: str, tokens: Tokens, namespace: Namespace, account: Account) -> None:
-        """Bring up a prefix that no request waits for; each running request may still have a block more."""
+        """Bring up a prefix that no request waits for.
+
+        Each running request may still have a block more.
+        """
         size = self._index.block_size
         cached, num_whole = self._index.lookup(tokens, namespace), len(tokens) // size
         wanted = self._quotes.blocks_to_admit(cached, num_whole * size - cached.num_tokens)

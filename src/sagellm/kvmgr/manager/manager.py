@@ -136,12 +136,11 @@ class KVCacheManager:
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
             self._pages, tiers, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
-        self.loads, bring_up = None, None
+        self.loads = None
         if tiers is not None:
             self.loads = TierLoads(tiers, index, self._tables, self.quotes, quota, sharing.namespace_of)
-            bring_up = self.loads.bring_up_expected
         self.hints = KVHints(
-            index, sharing.namespace_of, now, checkpoints=self.checkpoints, tiers=tiers, bring_up=bring_up
+            index, sharing.namespace_of, now, self.loads, checkpoints=self.checkpoints, tiers=tiers
         )
 
     # -- what running requests hold

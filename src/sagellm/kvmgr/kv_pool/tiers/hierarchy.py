@@ -191,7 +191,7 @@ class HierarchyManager:
         return TierLookup.HIT_PENDING
 
     def _joins(self, request_id: str, tokens: Tokens, namespace: Namespace, cached: int) -> bool:
-        """Whether the first missing block comes for another request already; then it waits for that, too."""
+        """Whether the first missing block comes for another request; then this one waits, too."""
         path = self._path(tokens, cached + 1)
         for load in self._all_loads():
             source = load.source
@@ -412,7 +412,10 @@ class HierarchyManager:
         return arrived
 
     def _give_up(self, source: Tier, name: Tier) -> list[MigrationReport]:
-        """Do without a tier whose storage does not return; returns reports of the moves behind that call."""
+        """Do without a tier whose storage does not return.
+
+        Returns reports of the moves behind that call.
+        """
         [tier] = [tier for tier in self.tiers if tier.tier is name]
         tier.give_up(f"it has not answered for {MAX_CALL_S:g} s")
         log.warning("the tier %s is not used any more: %s", name, tier.fault)

@@ -112,10 +112,13 @@ class Migrator(Protocol):
         """End a move now; returns its report, which `poll` does not return any more."""
 
     def stuck(self, limit_s: float) -> Mapping[Tier, Tier]:
-        """Sources whose thread has been in one call for longer, and the tier whose storage it called."""
+        """Sources whose thread has been in one call for longer.
+
+        With the tier whose storage it called.
+        """
 
     def replace_thread(self, source: Tier) -> None:
-        """What is migrated from now on does not wait for a thread that is stuck."""
+        """Later moves from a source do not wait for its thread, which is stuck."""
 
     def poll(self) -> list[MigrationReport]:
         """The reports since the last call; each ends its move. Never waits."""
@@ -197,7 +200,7 @@ class KVMigrator:
             self._moves[move_id].cancelled.set()
 
     def abandon(self, move_id: int) -> MigrationReport:
-        """End a move now, though its thread may still call a storage; returns its report.
+        """End a move now, and return its report. Its thread may still call a storage.
 
         From now on the thread reads and writes no block of the device, and `poll` does not report the move.
         """

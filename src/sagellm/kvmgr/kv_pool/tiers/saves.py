@@ -52,7 +52,7 @@ class _Offer:
 
 
 class TierSaves:
-    """Owns the writes to tiers that are under way, and the paths that wait for them.
+    """Owns the writes to tiers under way, and the paths that wait for them.
 
     `is_awaited`: the engine waits for the end of what is sent now.
     """
@@ -127,7 +127,7 @@ class TierSaves:
         self._later.setdefault((offer.tier.tier, block), []).append(offer)
 
     def offer_again(self, ended: set[tuple[Tier, int]]) -> None:
-        """Offer the paths that wait for one of these blocks to be written, and those that wait for any."""
+        """Offer the paths that wait for one of these blocks, and those for any."""
         if not self._later:
             return
         ended |= {(tier.tier, ANY_BLOCK) for tier in self._tiers}
@@ -145,7 +145,7 @@ class TierSaves:
     def _num_to_save(
         self, tier: KVTier, found: PrefixHit, missing: int, *, goes_on: bool
     ) -> tuple[int, bool]:
-        """How many missing blocks of a path to write now, and whether the next ones follow behind them.
+        """How many missing blocks to write now, and whether the next ones follow.
 
         A path that is larger than `MAX_PENDING_BYTES` goes in parts, each when at least half of that is free;
         `goes_on`: one has gone. Of another path, what does not fit now is dropped.

@@ -104,7 +104,7 @@ class KVTier:
     # -- down
 
     def num_slots_behind(self, hit: PrefixHit) -> int:
-        """Slots for blocks behind a prefix: free ones, and those of blocks that can be evicted for them."""
+        """Slots for blocks behind a prefix: free ones, and those that can be evicted."""
         on_path = self.index.num_unpinned_on_path(hit) if hit.num_blocks else 0
         return self.pool.num_free + self.index.num_evictable - on_path
 
