@@ -200,7 +200,7 @@ def test_sessions_are_bounded(limit: dict[str, int], forgets: bool) -> None:
     engine = small_engine(num_blocks=40)
     kv = engine.kv
     kv.hints = KVHints(
-        kv.index, kv.namespace_of, engine.clock.now, checkpoints=None, tiers=None, bring_up=None, **limit
+        kv.index, kv.namespace_of, engine.clock.now, checkpoints=None, tiers=None, loads=None, **limit
     )
     serve(engine, session("a", OLD), session("b", YOUNG), session("a", OLD), session("c", range(40, 57)))
     found = {name: status(engine, hints("session.end", session_id=name))[0] for name in "abc"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import CostBenefitModel, Extent, MigrationPolicy, SimpleExtent
-from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration, CostBenefitPolicy
+from sagellm.core.protocols.eviction import Extent, SimpleExtent
+from sagellm.kvmgr.eviction.cost_benefit import CostBenefitPolicy
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
 SLOW_PREFILL = PrefillCostModel(
@@ -103,27 +103,3 @@ def test_an_extent_that_went_in_parts_leaves_its_parent_in_place() -> None:
 
     assert [policy.evict(1, give_up) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
     policy.check()
-
-
-@pytest.mark.parametrize(
-    ("tiers", "choice"),
-    [
-        ({}, "drop"),
-        ({"dram": 100}, "dram"),
-        ({"nvme": 100, "dram": 100}, "dram"),
-        ({"dram": 1}, "drop"),  # no room
-        ({"nvme": 100}, "drop"),  # slower than prefill
-        ({"dram": 100, "here": 100}, "here"),  # keep
-    ],
-)
-def test_migration(tiers: dict[str, int], choice: str) -> None:
-    migration: MigrationPolicy = CostBenefitMigration(SLOW_PREFILL)
-    assert migration.decide(SimpleExtent(0, 2, first_position=8), tiers=tiers) == choice
-
-
-def test_migration_asks_whether_it_will_be_used_again() -> None:
-    model: CostBenefitModel = SLOW_PREFILL
-    run = SimpleExtent(0, 2, first_position=8)
-    assert CostBenefitMigration(model, expected_reuse=lambda _: 0.0).decide(run, tiers={"dram": 9}) == "drop"
-    costly = CostBenefitMigration(model, write_weight=100.0)
-    assert costly.decide(run, tiers={"dram": 9}) == "drop"

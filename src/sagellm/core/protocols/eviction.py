@@ -207,13 +207,6 @@ class UseListener:
         """The cache was cleared: the blocks were not evicted for a request."""
 
 
-class MigrationPolicy(Protocol):
-    """Decides whether to keep, demote or drop a victim (tiers are a later module)."""
-
-    def decide(self, extent: Extent, *, tiers: Mapping[str, int]) -> str:
-        """Returns a tier's name, or 'drop'. `tiers` maps names to free blocks."""
-
-
 class CostBenefitModel(Protocol):
     """Seconds that it takes to get an extent's KV back."""
 

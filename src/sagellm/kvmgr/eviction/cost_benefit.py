@@ -5,7 +5,7 @@ Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Fre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
@@ -46,39 +46,6 @@ def chance_of_reuse(extent: Extent) -> float:
     Each of the first u - 1 uses had a next one, and the last one may have one.
     """
     return extent.num_uses / (extent.num_uses + 1)
-
-
-class CostBenefitMigration:
-    """Implements `MigrationPolicy`: demote a victim where that saves seconds, else drop it.
-
-    The benefit of a tier is expected reuse x (seconds to recompute - seconds to bring back), less
-    `write_weight` x the seconds of the copy to the tier: 1 if the copy delays other work, 0 if it runs beside
-    it. The best tier with room for the whole extent wins, of equals the first named; without a benefit the
-    answer is 'drop'. A tier of infinite bandwidth is where the extent is now: choosing it means to keep.
-    """
-
-    def __init__(
-        self,
-        model: CostBenefitModel,
-        *,
-        expected_reuse: Callable[[Extent], float] = chance_of_reuse,
-        write_weight: float = 0.0,
-    ) -> None:
-        self._model = model
-        self._expected_reuse = expected_reuse
-        self._write_weight = write_weight
-
-    def decide(self, extent: Extent, *, tiers: Mapping[str, int]) -> str:
-        choice, most = "drop", 0.0
-        reuse, recompute_s = self._expected_reuse(extent), self._model.recompute_s(extent)
-        for tier, num_free in tiers.items():
-            if num_free < extent.num_blocks:
-                continue
-            transfer_s = self._model.transfer_s(extent, tier)
-            benefit_s = reuse * (recompute_s - transfer_s) - self._write_weight * transfer_s
-            if benefit_s > most:
-                choice, most = tier, benefit_s
-        return choice
 
 
 PLUGIN = CostBenefitPolicy

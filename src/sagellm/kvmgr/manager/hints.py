@@ -46,8 +46,8 @@ class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
     Hints hold for the blocks of the index, for `checkpoints` of recurrent states behind them, and for what
-    `tiers` have; from there `loads` brings up what is expected. It keeps the tokens of the last `max_sessions`
-    sessions, up to `max_tokens` tokens together; as many tokens of what is expected later.
+    `tiers` have; from there `loads` brings up what is expected. It keeps the tokens of the last
+    `max_sessions` sessions, up to `max_tokens` tokens together; as many tokens of what is expected later.
     """
 
     def __init__(

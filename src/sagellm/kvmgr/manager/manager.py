@@ -136,9 +136,8 @@ class KVCacheManager:
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
             self._pages, tiers, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
-        self.loads = None
-        if tiers is not None:
-            self.loads = TierLoads(tiers, index, self._tables, self.quotes, quota, sharing.namespace_of)
+        parts = index, self._tables, self.quotes, quota, self.namespace_of
+        self.loads = None if tiers is None else TierLoads(tiers, *parts)
         self.hints = KVHints(
             index, sharing.namespace_of, now, self.loads, checkpoints=self.checkpoints, tiers=tiers
         )
