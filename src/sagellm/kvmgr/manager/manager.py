@@ -308,7 +308,7 @@ class KVCacheManager:
         beside a block for each running request. `splits`: HIT says that `bring_up_tail` is faster.
         """
         assert self.tiers is not None
-        left = self.quotes.left_beside(state)
+        left = self.quotes.left_beside(state) if splits or not admits else 0
         return self.tiers.request(
             *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
             tail_blocks=max(0, left) if splits else 0,
