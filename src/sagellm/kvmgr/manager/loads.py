@@ -34,7 +34,7 @@ class TierLoads:
         `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
         beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster.
         """
-        left = self._quotes.left_beside(state)
+        left = self._quotes.left_beside(state) if splits or not admits else 0
         return self._tiers.request(
             *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
             tail_blocks=max(0, left) if splits else 0,
