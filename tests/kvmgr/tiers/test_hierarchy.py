@@ -254,6 +254,26 @@ def test_requests_with_one_prompt_share_a_load(user: User, start: bool) -> None:
     hierarchy.close()
 
 
+def test_a_load_that_was_cancelled_is_not_shared(user: User) -> None:
+    tokens, storage = prompt(1, 4), user.tiers[0].storage
+    assert isinstance(storage, FaultyStorage)
+    user.serve(tokens, "first")
+    user.settle()
+    for number in (2, 3):
+        user.serve(prompt(number, 4), f"r{number}")
+    user.settle()
+    storage.gate.clear()
+    storage.called.clear()
+    assert user.hierarchy.request("a", tokens, SPACE, 8) is TierLookup.HIT_PENDING
+    assert storage.called.wait(10)
+    user.hierarchy.cancel("a")
+    assert user.hierarchy.request("b", tokens, SPACE, 8) is TierLookup.RETRY, "its blocks are not free yet"
+    storage.gate.set()
+    user.settle()
+    user.check()
+    user.hierarchy.close()
+
+
 def test_a_shared_load_stops_with_its_last_request(user: User) -> None:
     tokens = prompt(1, 4)
     user.serve(tokens, "first")

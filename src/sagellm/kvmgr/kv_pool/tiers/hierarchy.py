@@ -195,7 +195,8 @@ class HierarchyManager:
         path = self._path(tokens, cached + 1)
         for load in self._all_loads():
             source = load.source
-            if load.is_tail or load.arrival.first != cached or source.namespace != namespace:
+            is_other = load.arrival.first != cached or source.namespace != namespace
+            if load.is_tail or is_other or not load.request_ids:  # without any it was cancelled
                 continue
             if self._path(source.tokens, cached + 1) == path:
                 load.request_ids.append(request_id)
