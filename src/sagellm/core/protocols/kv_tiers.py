@@ -308,7 +308,8 @@ class TierState(NamedTuple):
     `cached` of `total` slots hold blocks; `held`: those that preempted requests hold, counted for each.
     `stored`, `loaded` and `evicted` count since the start; `misses`: blocks that were there and did not
     verify, by `ReadOutcome`. `fault`: why nothing is written any more.
-    `dropped`: blocks that were not saved, since too many were under way or a server did not take them;
+    `dropped`: blocks that were not saved: too many were under way, there were no slots, or a server did not
+    take them;
     `refused`: those that had too few uses (`kv.disk_min_uses`), counted each time.
     """
 
