@@ -53,8 +53,8 @@ class KVTier:
     """Owns the books of one tier; `storage` owns its bytes. For the engine's thread.
 
     `num_stored` and `num_loaded` count blocks; `num_dropped`: those that were not saved, since too many were
-    under way or there were no slots; `num_refused`: those that a filter did not admit; `misses`: blocks that were there and could
-    not be used, by outcome. `quota`: of the pool, if accounts have shares.
+    under way or there were no slots; `num_refused`: those that a filter did not admit; `misses`: blocks that
+    were there and could not be used, by outcome. `quota`: of the pool, if accounts have shares.
     """
 
     def __init__(
