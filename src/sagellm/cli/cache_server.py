@@ -22,6 +22,7 @@ _TIERS = {
     "stored": "sagellm_kv_tier_stored_blocks_total",
     "loaded": "sagellm_kv_tier_loaded_blocks_total",
     "evicted": "sagellm_kv_tier_evicted_blocks_total",
+    "dropped": "sagellm_kv_tier_dropped_blocks_total",
     "fault": "sagellm_kv_tier_fault",
 }
 
@@ -73,12 +74,13 @@ def server_tables(values: dict[str, Any]) -> list[Table]:
     device, num_queried = values["device"], values["queried_tokens"]
     held = device.get("active", 0) + device.get("cached", 0)
     evicted = sum(values["device_evicted"].values())
-    rows = [("device", "", f"{held:,}", f"{sum(device.values()):,}", "", "", f"{evicted:,}")]
+    rows = [("device", "", f"{held:,}", f"{sum(device.values()):,}", "", "", f"{evicted:,}", "")]
+    kinds = ("stored", "loaded", "evicted", "dropped")
     for tier, counts in values["tiers"].items():
         state = "failed: see /health" if counts.get("fault") else ""
-        numbers = [f"{counts.get(kind, 0):,}" for kind in ("cached", "total", "stored", "loaded", "evicted")]
-        rows.append((tier, state, numbers[0], numbers[1], *numbers[2:]))
-    columns = ("where", "state", "blocks", "of", "stored", "loaded", "evicted")
+        numbers = [f"{counts.get(kind, 0):,}" for kind in ("cached", "total", *kinds)]
+        rows.append((tier, state, *numbers))
+    columns = ("where", "state", "blocks", "of", *kinds)
     tables = [Table("KV blocks", columns, rows, num_names=2)]
     hits = [("hit", f"{values['hit_tokens']:,}"), ("looked up", f"{num_queried:,}")]
     if num_queried:
