@@ -19,6 +19,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
+from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
@@ -92,8 +93,8 @@ def tiers_below(
 ) -> TierSource | None:
     """Tiers of so many blocks, the disk's in a new folder."""
     block_bytes = backend.kv_bytes().bytes_per_block
-    sizes = {"host_gb": host_blocks, "disk_gb": disk_blocks}
-    options = {name: (blocks + 0.5) * block_bytes / 2**30 for name, blocks in sizes.items() if blocks}
+    sizes = {"host_gb": (host_blocks, block_bytes), "disk_gb": (disk_blocks, slot_bytes(block_bytes))}
+    options = {name: (count + 0.5) * size / 2**30 for name, (count, size) in sizes.items() if count}
     folder = f"{tempfile.mkdtemp()}/kv" if disk_blocks else None
     size = backend.capability().block_size
     config = KVConfig.model_validate({"block_size": size, "dir": folder, **options, **kv_options})

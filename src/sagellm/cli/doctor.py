@@ -144,6 +144,7 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
     from sagellm.engines.build_kv import build_kv, check_tiers
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
+    from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 
     print(f"\nwhat fits on {device.name}")
     name = config.model.name
@@ -160,6 +161,7 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
         _print_size(shown, size)
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
         build_kv(config.kv, blocks)  # for what they refuse: names and options of plug-ins
+        check_kv_folder(config.kv)
         check_tiers(config.kv, is_windowed=size.is_windowed, has_states=size.state_bytes > 0)
         build_passes(config.scheduler)
     except SageError as error:

@@ -196,6 +196,7 @@ def _storages(
     config: KVConfig, block_format: BlockFormat, dtype: str, clock: Clock
 ) -> dict[Tier, BlockStorage]:
     """The configured ones, the nearest first."""
+    check_kv_folder(config)
     made: dict[Tier, BlockStorage] = {}
     block_bytes, codec = block_format.bytes_per_block, None
     if config.codec != "raw" and (config.disk_gb or config.remote_url):
@@ -256,9 +257,8 @@ def _slots(gigabytes: float, bytes_per_block: int, key: str) -> int:
 def check_tiers(config: KVConfig, *, is_windowed: bool, has_states: bool) -> None:
     """Raise `ConfigError` where the tiers cannot be used with such a model.
 
-    Looks at the folder, if it is there, and at the URL of the shared store.
+    Also for a wrong URL of the shared store.
     """
-    check_kv_folder(config)
     if not config.has_tiers:
         return
     if not config.prefix_caching:
