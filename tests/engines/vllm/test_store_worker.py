@@ -15,7 +15,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from sagellm.engines.vllm.store_format import refusal
 from sagellm.engines.vllm.store_messages import StoreMetadata
 from sagellm.engines.vllm.store_worker import StoreWorker
-from tests.engines.vllm.store_world import BLOCK_GB, World, store_config, write_folder
+from tests.engines.vllm.store_world import BLOCK_GB, SLOT_GB, World, store_config, write_folder
 
 pytestmark = pytest.mark.peer
 PROMPTS = [[100 + i] * 4 + list(range(1000 * i, 1000 * i + 36)) for i in range(8)]
@@ -130,7 +130,7 @@ def test_replaced_weights_turn_it_off(
     }
     monkeypatch.setattr(LlamaForCausalLM, "load_weights", lambda self, weights: set())
     make = partial(World, model, asynchronous=asynchronous, worker_cls=f"{__name__}.OwnWorker")
-    settings = {"policy": "lru", "host_gb": 200 * BLOCK_GB, "disk_gb": 200 * BLOCK_GB, "dir": str(tmp_path)}
+    settings = {"policy": "lru", "host_gb": 200 * BLOCK_GB, "disk_gb": 200 * SLOT_GB, "dir": str(tmp_path)}
     one = make(store_config(**settings))
     answers = [one.ask(prompt) for prompt in PROMPTS]
     kept = one.counts("nvme")

@@ -60,6 +60,9 @@ class DeviceBytes(PoolBytes):
         super().__init__(pools)
         self._marked: dict[int, torch.cuda.Event] = {}
 
+    def follow_steps(self) -> None:
+        """Nothing: a copy waits for the marks of its own blocks, not for later steps."""
+
     def mark(self, block_ids: Iterable[int]) -> None:
         """The steps so far may still write, zero or read these blocks. For the model's thread."""
         if self._stream is not None:
