@@ -15,7 +15,8 @@ from sagellm.diagnostics.verify.page import render
 from tests.diagnostics.verify.fake_server import FakeServer, Tokens
 from tests.effort import usual
 
-QUICK = Preset(budget_s=2.0, long_tokens=128, max_rounds=1, repeats=2, churn_share=0.0)
+QUICK = Preset(budget_s=20.0, long_tokens=128, max_rounds=1, repeats=2, churn_share=0.0)
+"""Takes two seconds. The budget leaves a slow machine the time for all scenarios."""
 
 Body = dict[str, Any]
 Change = Callable[[int, Body, Response], Response]

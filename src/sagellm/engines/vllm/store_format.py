@@ -61,7 +61,7 @@ class DeviceBytes(PoolBytes):
         self._marked: dict[int, torch.cuda.Event] = {}
 
     def follow_steps(self) -> None:
-        """Nothing: a copy waits for the marks of its own blocks, not for later steps."""
+        """Does nothing: a copy waits for the marks of its own blocks."""
 
     def mark(self, block_ids: Iterable[int]) -> None:
         """The steps so far may still write, zero or read these blocks. For the model's thread."""
