@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -549,6 +550,29 @@ def test_a_disk_that_does_not_answer_is_given_up(
     user.serve(prompt(7, 4), "after")
     user.settle()
     user.check()
+    user.hierarchy.close()
+
+
+def test_a_load_that_has_ended_is_not_given_up_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report is polled together with the finding that the next one hangs, as after a long step."""
+    monkeypatch.setattr(hierarchy, "MAX_CALL_S", 0.2)
+    disk = FaultyStorage(64)
+    user = User(8, [(Tier.NVME, disk)])
+    for name in range(1, 8):
+        user.serve(prompt(name, 2), f"first {name}")
+        user.settle()
+    assert user.hierarchy.request("ended", prompt(1, 2), SPACE, 4) is TierLookup.HIT_PENDING
+    assert user.migrator.wait(20)
+    disk.gate.clear()
+    disk.called.clear()
+    assert user.hierarchy.request("hangs", prompt(2, 2), SPACE, 4) is TierLookup.HIT_PENDING
+    assert disk.called.wait(20)
+    time.sleep(0.3)
+    assert sorted(user.hierarchy.poll()) == ["ended", "hangs"]
+    assert user.index.lookup(prompt(1, 2)).num_blocks == 2
+    assert user.hierarchy.faults() == ["nvme: it has not answered for 0.2 s"]
+    user.check()
+    disk.gate.set()
     user.hierarchy.close()
 
 

@@ -348,7 +348,7 @@ class HierarchyManager:
         cached: int,
         tail_blocks: int,
     ) -> tuple[PrefixHit, KVTier | None]:
-        """The longest prefix that is worth loading, or its tail, of the nearest tier."""
+        """The longest prefix that is worth loading, or its tail; of equals, the nearest tier's."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
             if isinstance(tier, RemoteTier) and request_id not in tier.answered:
@@ -393,7 +393,7 @@ class HierarchyManager:
         reports, written = self._migrator.poll(), set[BlockOfTier]()
         for source, name in self._migrator.stuck(MAX_CALL_S).items():
             if name is not Tier.REMOTE:  # that has time limits of its own
-                reports += self._give_up(source, name)
+                reports += self._give_up(source, name, {report.move_id for report in reports})
         if self._remote is not None:
             arrived += self._poll_remote(self._remote, reports)
         for report in reports:
@@ -412,10 +412,10 @@ class HierarchyManager:
             self._saves.offer_again(written)
         return arrived
 
-    def _give_up(self, source: Tier, name: Tier) -> list[MigrationReport]:
+    def _give_up(self, source: Tier, name: Tier, ended: set[int]) -> list[MigrationReport]:
         """Do without a tier whose storage does not return.
 
-        Returns reports of the moves behind that call.
+        Returns reports of the moves behind that call; those that have `ended` have theirs.
         """
         [tier] = [tier for tier in self.tiers if tier.tier is name]
         tier.give_up(f"it has not answered for {MAX_CALL_S:g} s")
@@ -423,7 +423,7 @@ class HierarchyManager:
         behind = [number for number, load in self._loads.items() if load.tier.tier is source]
         if source is Tier.HBM:
             behind = self._saves.move_ids
-        reports = [self._migrator.abandon(move_id) for move_id in behind]
+        reports = [self._migrator.abandon(move_id) for move_id in behind if move_id not in ended]
         self._migrator.replace_thread(source)
         return reports
 
