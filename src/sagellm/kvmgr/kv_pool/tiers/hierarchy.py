@@ -348,7 +348,7 @@ class HierarchyManager:
         cached: int,
         tail_blocks: int,
     ) -> tuple[PrefixHit, KVTier | None]:
-        """The longest prefix that is worth loading, or its tail; of equals, the nearest tier's."""
+        """The longest prefix worth loading, or its tail; of equals, the nearest tier's."""
         best, of_tier = PrefixHit(0, cached, tokens, namespace), None
         for tier in self.tiers:
             if isinstance(tier, RemoteTier) and request_id not in tier.answered:
