@@ -26,7 +26,7 @@ from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
-from sagellm.kvmgr.kv_pool.tiers.saves import BlockOfTier, TierSaves
+from sagellm.kvmgr.kv_pool.tiers.saves import BlocksByTier, TierSaves
 from sagellm.kvmgr.kv_pool.tiers.speeds import LATENCY_S, REGAINED, TransferSpeeds
 from sagellm.kvmgr.kv_pool.tiers.split_load import first_of_tail
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
@@ -390,7 +390,7 @@ class HierarchyManager:
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        reports, written = self._migrator.poll(), set[BlockOfTier]()
+        reports, written = self._migrator.poll(), list[BlocksByTier]()
         for source, name in self._migrator.stuck(MAX_CALL_S).items():
             if name is not Tier.REMOTE:  # that has time limits of its own
                 reports += self._give_up(source, name, {report.move_id for report in reports})
@@ -399,7 +399,7 @@ class HierarchyManager:
         for report in reports:
             blocks = self._saves.end(report)
             if blocks is not None:
-                written |= blocks
+                written.append(blocks)
                 for target in report.plan.targets:
                     num_written = report.num_written.get(target.tier, 0)
                     if target.tier is not Tier.REMOTE:  # that has a queue

@@ -24,17 +24,17 @@ MAX_PENDING_BYTES = 1 << 30
 MAX_LATER = 256
 """Paths that wait to be offered again, beyond which nothing more is saved: each pins blocks of the device."""
 ANY_BLOCK = -1
-BlockOfTier = tuple[Tier, int]
-"""A block of the device on its way to a tier."""
+BlocksByTier = dict[Tier, Sequence[int]]
+"""Blocks of the device on their way to tiers."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written, by tier."""
+    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written."""
 
     hit: PrefixHit
     stores: dict[Tier, TierStore]
-    blocks: set[BlockOfTier]
+    blocks: BlocksByTier
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class TierSaves:
         self._index, self._tiers = index, tiers
         self._migrator, self._block_bytes = migrator, bytes_per_block
         self._saves: dict[int, _Save] = {}
-        self._saving: set[BlockOfTier] = set()
-        self._later: dict[BlockOfTier, list[_Offer]] = {}
+        self._saving: dict[Tier, set[int]] = {tier.tier: set() for tier in tiers}
+        self._later: dict[tuple[Tier, int], list[_Offer]] = {}
         """By tier and the block whose write they wait for."""
         self.is_awaited = False
 
@@ -96,7 +96,7 @@ class TierSaves:
             if missing:
                 ids = ids or self._index.block_ids(hit)
                 block = ids[known]
-            if (tier.tier, block) in self._saving:
+            if block in self._saving[tier.tier]:
                 later.append((block, _Offer(tier, hit, account, use, num_known)))
                 continue
             if known <= num_known:  # it has not taken the last part
@@ -126,12 +126,13 @@ class TierSaves:
         offer.hit = self._index.pin(offer.hit, is_use=False)
         self._later.setdefault((offer.tier.tier, block), []).append(offer)
 
-    def offer_again(self, ended: set[tuple[Tier, int]]) -> None:
+    def offer_again(self, ended: Sequence[BlocksByTier]) -> None:
         """Offer the paths that wait for one of these blocks, and those for any."""
         if not self._later:
             return
-        ended |= {(tier.tier, ANY_BLOCK) for tier in self._tiers}
-        waiting = [offer for key in sorted(self._later.keys() & ended) for offer in self._later.pop(key)]
+        keys = {(name, block) for blocks in ended for name, ids in blocks.items() for block in ids}
+        keys |= {(tier.tier, ANY_BLOCK) for tier in self._tiers}
+        waiting = [offer for key in sorted(self._later.keys() & keys) for offer in self._later.pop(key)]
         for offer in waiting:
             self.offer((offer.tier,), offer.hit, offer.account, offer.use, offer.num_known)
             self._index.unpin(offer.hit, is_use=False)
@@ -159,23 +160,25 @@ class TierSaves:
 
     def _send_down(self, hit: PrefixHit, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool) -> None:
         pinned = self._index.pin(hit, is_use=False)
-        positions = sorted({position for store in stores.values() for position in store.positions})
-        offset_of = {position: offset for offset, position in enumerate(positions)}
+        first, *others = [store.positions for store in stores.values()]
+        positions = first
+        if any(other != first for other in others):
+            positions = sorted({position for store in stores.values() for position in store.positions})
         targets = tuple(
-            MoveTarget(name, [offset_of[position] for position in store.positions], store.slots)
+            MoveTarget(name, _offsets(store.positions, positions), store.slots)
             for name, store in stores.items()
         )
         path = bytes(hit.tokens.slice(0, (positions[-1] + 1) * self._index.block_size))
         plan = MigrationPlan(
-            path, hit.namespace, positions, Tier.HBM,
-            [ids[position] for position in positions], targets, ends, self.is_awaited,
-        )  # fmt: skip
+            path, hit.namespace, positions, Tier.HBM, _at(ids, positions), targets, ends, self.is_awaited
+        )
         move_id = self._migrator.migrate(plan)
-        blocks = {(name, ids[position]) for name, store in stores.items() for position in store.positions}
-        self._saving |= blocks
+        blocks: BlocksByTier = {name: _at(ids, store.positions) for name, store in stores.items()}
+        for name, written in blocks.items():
+            self._saving[name].update(written)
         self._saves[move_id] = _Save(pinned, stores, blocks)
 
-    def end(self, report: MigrationReport) -> set[BlockOfTier] | None:
+    def end(self, report: MigrationReport) -> BlocksByTier | None:
         """A move has ended: its blocks enter their tiers. Returns what was written; None: it is no save."""
         save = self._saves.pop(report.move_id, None)
         if save is None:
@@ -190,6 +193,22 @@ class TierSaves:
             if error and not tier.fault:
                 log.warning("the tier %s is not used any more: %s", tier.tier, error)
             tier.end_store(store, report.num_written.get(tier.tier, 0), error)
-        self._saving -= save.blocks
+        for name, blocks in save.blocks.items():
+            self._saving[name].difference_update(blocks)
         self._index.unpin(save.hit, is_use=False)
         return save.blocks
+
+
+def _at(ids: BlockIds, positions: Sequence[int]) -> Sequence[int]:
+    """The ids at positions; a slice where these follow each other."""
+    if isinstance(positions, range):
+        return ids[positions.start : positions.stop]
+    return [ids[position] for position in positions]
+
+
+def _offsets(part: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
+    """Where the positions of `part` stand in `positions`."""
+    if part == positions:
+        return range(len(part))
+    offset_of = {position: offset for offset, position in enumerate(positions)}
+    return [offset_of[position] for position in part]

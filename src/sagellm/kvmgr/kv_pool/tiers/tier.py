@@ -41,8 +41,8 @@ class TierStore:
     those of `arrival`. `prefix` is pinned. `use`: of the request that ends with the path; None: it goes on.
     """
 
-    positions: list[int]
-    slots: list[int]
+    positions: Sequence[int]
+    slots: Sequence[int]
     prefix: PrefixHit
     num_repaired: int
     arrival: Arrival | None
@@ -135,10 +135,12 @@ class KVTier:
         if arrival is None and not (can_store and damaged):
             self.index.unpin(prefix, use or NO_USE, is_use=is_use)
             return None
-        positions, targets = damaged, [slots[i] for i in damaged]
-        if arrival is not None:
-            positions = damaged + list(range(arrival.first, arrival.first + len(arrival.block_ids)))
-            targets += arrival.block_ids
+        if arrival is None:
+            return TierStore(damaged, [slots[i] for i in damaged], prefix, len(damaged), None, use)
+        received = range(arrival.first, arrival.first + len(arrival.block_ids))
+        if not damaged:
+            return TierStore(received, arrival.block_ids, prefix, 0, arrival, use)
+        positions, targets = [*damaged, *received], [*(slots[i] for i in damaged), *arrival.block_ids]
         return TierStore(positions, targets, prefix, len(damaged), arrival, use)
 
     def end_store(self, store: TierStore, num_written: int, error: str = "") -> None:
