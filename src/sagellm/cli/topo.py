@@ -31,7 +31,7 @@ def topo(
     route: str | None = flag("FROM:TO", "Also show the fastest path, as in cuda:0:nic:mlx5_0."),
     picture: Path | None = flag("FILE", "Also draw it there: .svg, .png or .pdf; needs the extra plots."),
 ) -> None:
-    """Show accelerators, NICs and NUMA nodes, links between them, and who says so.
+    """Show accelerators, NICs and NUMA nodes, and the links between them.
 
     Reads /sys and NVIDIA's library, and runs the vendors' commands that are on the path; one that hangs is
     given up after 5 s. Then, for each accelerator, the nearest NICs and the NUMA node of its host memory.

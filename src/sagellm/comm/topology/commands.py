@@ -1,4 +1,4 @@
-"""Runs a command of the system within a time and a size, whatever it does."""
+"""Runs a command of the system within limits of time and output."""
 
 from __future__ import annotations
 

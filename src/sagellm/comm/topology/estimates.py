@@ -1,4 +1,4 @@
-"""What a byte costs on a link, where nobody has measured it: estimates by kind and label."""
+"""Estimated bandwidth and latency of links, by kind and label."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NVLINK = re.compile(r"NV(\d{1,3})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Kind of a link, bytes/s of one large copy in one direction, seconds of an empty one."""
+    """Bytes/s of a large copy in one direction, seconds of an empty one."""
 
     kind: LinkKind
     bandwidth_bytes_per_s: float
@@ -55,7 +55,7 @@ NETWORK_GB_PER_S = 12.5
 
 
 def pcie(kind: LinkKind, link_gb_per_s: float = PCIE_GB_PER_S) -> Estimate:
-    """A path over PCIe whose slowest link has that rate, in GB/s and one direction."""
+    """A path over PCIe; the rate is of its slowest link, in one direction."""
     rate = link_gb_per_s * GB * PCIE_EFFICIENCY * SHARE_OF_PCIE[kind]
     return Estimate(kind, rate, LATENCY_S[kind])
 
@@ -82,7 +82,7 @@ PCIE_LABELS: Mapping[str, LinkKind] = {
 
 
 def of_label(label: str, own: Mapping[str, Estimate], model: str = "") -> Estimate | None:
-    """The estimate for a cell of a tool's matrix; None for a word that nobody explains.
+    """The estimate for a cell of a matrix; None for an unknown word.
 
     `own`: labels of the vendor; one that ends with '#' is followed by a number of bonded links. Of several
     links in one cell ('MLK/MUL') the nearest counts.

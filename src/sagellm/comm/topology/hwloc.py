@@ -1,4 +1,4 @@
-"""hwloc's XML (`lstopo --of xml`), forms 2.x and 1.11: packages, NUMA nodes, the PCI tree."""
+"""XML of hwloc (`lstopo --of xml`), forms 2.x and 1.11."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class _Found:
 
 
 def parse_hwloc(text: str, provenance: str = "hwloc") -> TopologyInfo:
-    """Raises `ValueError` for text that is no hwloc XML, one that declares entities, or one too deep."""
+    """NUMA nodes, accelerators, NICs, and their links.
+
+    Raises `ValueError` for text that is no XML of hwloc, declares entities, or is nested too deep.
+    """
     if "<!ENTITY" in text:
         raise ValueError("hwloc's XML declares no entities, and this file does")
     try:
@@ -101,7 +104,10 @@ def _number(text: str | None) -> int | None:
 
 
 def _cpulist(cpuset: str) -> str:
-    """A mask of words of 32 bits, highest first and empty for 0, as Linux writes a list."""
+    """A mask as Linux writes a list of CPUs.
+
+    The mask is in words of 32 bits, highest first; an empty one is 0.
+    """
     words = [(word.removeprefix("0x") or "0").zfill(8) for word in cpuset.split(",")]
     mask = int("".join(words), 16)
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in _runs(mask))

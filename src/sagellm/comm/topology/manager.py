@@ -109,9 +109,10 @@ class SystemTopology:
 
 
 def read_recorded(recordings: Iterable[tuple[str, str]]) -> TopologyInfo:
-    """The topology of another machine from texts that were recorded there, each with its name of `RECORDED`.
+    """The topology of another machine, from texts that were recorded there.
 
-    Raises `UnknownNameError` for another name, and `ValueError` for a text that is not understood.
+    Each has a name of `RECORDED`. Raises `UnknownNameError` for another name, and `ValueError` for a text
+    that is not understood.
     """
     parts, measured = [], []
     for name, text in recordings:

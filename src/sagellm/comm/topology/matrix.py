@@ -120,7 +120,7 @@ def _by_heading(rest: str, headings: Sequence[str]) -> tuple[dict[str, str], boo
 
 
 def _number(name: str, tool: Tool) -> str:
-    """The digits behind a name of the tool for its own devices; empty for another device."""
+    """The digits in a name of the vendor's devices; empty for another device."""
     stem = name.rstrip("0123456789")
     return name[len(stem) :] if stem in tool.rows else ""
 
@@ -154,7 +154,7 @@ def _links(
     model: str,
     missing: dict[str, str],
 ) -> Iterator[tuple[tuple[str, str], Link]]:
-    """Both directions of each cell; the row of a device says how it reaches the others."""
+    """One for each cell; two where the column has no row."""
     confidence = Confidence.ASSUMED if tool.is_assumed else Confidence.REPORTED
     provenance = " ".join(tool.command)
     have_rows = {row.name for row in rows}

@@ -34,7 +34,7 @@ def with_measured(
 ) -> TopologyInfo:
     """The same topology, with measured figures where there are any.
 
-    A pair without a link gets one of the farthest kind: bytes were copied, and nobody says how.
+    A pair without a link gets one of the farthest kind: bytes were copied, and no source says how.
     """
     names = {device.name for device in info.devices}
     links = {(link.source, link.target): link for link in info.links}

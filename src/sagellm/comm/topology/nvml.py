@@ -13,7 +13,7 @@ from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link
 
 PROVENANCE = "NVML"
 PCIE_GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""In one direction, by generation, coding deducted."""
+"""In first direction, by generation, coding deducted."""
 KIND_OF_LEVEL = {10: LinkKind.PIX, 20: LinkKind.PXB, 30: LinkKind.PHB, 40: LinkKind.NODE, 50: LinkKind.SYS}
 INTERNAL = 0
 """Two GPUs on one board."""
@@ -45,8 +45,8 @@ def read_nvml(library: Any) -> TopologyInfo:
         gpus = [_gpu(library, number) for number in range(library.nvmlDeviceGetCount())]
         links = tuple(
             link
-            for one, other in itertools.permutations(gpus, 2)
-            for link in _links(library, one, other, gpus)
+            for first, other in itertools.permutations(gpus, 2)
+            for link in _links(library, first, other, gpus)
         )
     finally:
         with suppress(library.NVMLError):
@@ -81,38 +81,38 @@ def _gpu(library: Any, number: int) -> _Gpu:
     return _Gpu(handle, device, device.pci, PCIE_GB_PER_LANE.get(generation, 0.0) * width, version, ends)
 
 
-def _links(library: Any, one: _Gpu, other: _Gpu, gpus: list[_Gpu]) -> Iterator[Link]:
+def _links(library: Any, first: _Gpu, other: _Gpu, gpus: list[_Gpu]) -> Iterator[Link]:
     """NVLinks if there are any, else the PCI path."""
     buses = {gpu.bus_id for gpu in gpus}
-    direct = one.num_nvlinks.get(other.bus_id, 0)
+    direct = first.num_nvlinks.get(other.bus_id, 0)
     # Links that end at no GPU end at switches, through which each GPU reaches each other at full rate.
     switched = [
-        sum(count for bus, count in gpu.num_nvlinks.items() if bus not in buses) for gpu in (one, other)
+        sum(count for bus, count in gpu.num_nvlinks.items() if bus not in buses) for gpu in (first, other)
     ]
     num_links = direct or min(switched)
     if num_links:
-        yield _link(one, other, nvlink(num_links, one.nvlink_version), f"NV{num_links}")
+        yield _link(first, other, nvlink(num_links, first.nvlink_version), f"NV{num_links}")
         return
     try:
-        level = library.nvmlDeviceGetTopologyCommonAncestor(one.handle, other.handle)
+        level = library.nvmlDeviceGetTopologyCommonAncestor(first.handle, other.handle)
     except library.NVMLError:
         return
     kind = LinkKind.PIX if level == INTERNAL else KIND_OF_LEVEL.get(level)
     if kind is None:
         return
-    rate = min(one.gb_per_s, other.gb_per_s)
+    rate = min(first.gb_per_s, other.gb_per_s)
     found = pcie(kind, rate) if rate else pcie(kind)
     detail = kind.name
     with suppress(library.NVMLError):
-        if library.nvmlDeviceGetP2PStatus(one.handle, other.handle, P2P_READ) != P2P_OK:
+        if library.nvmlDeviceGetP2PStatus(first.handle, other.handle, P2P_READ) != P2P_OK:
             found = Estimate(kind, THROUGH_HOST * found.bandwidth_bytes_per_s, 2 * found.latency_s)
             detail = f"{detail} without P2P"
-    yield _link(one, other, found, detail)
+    yield _link(first, other, found, detail)
 
 
-def _link(one: _Gpu, other: _Gpu, found: Estimate, detail: str) -> Link:
+def _link(first: _Gpu, other: _Gpu, found: Estimate, detail: str) -> Link:
     return Link(
-        one.device.name, other.device.name, found.kind, found.bandwidth_bytes_per_s, found.latency_s,
+        first.device.name, other.device.name, found.kind, found.bandwidth_bytes_per_s, found.latency_s,
         PROVENANCE, Confidence.REPORTED, detail=detail,
     )  # fmt: skip
 

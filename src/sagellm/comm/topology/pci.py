@@ -1,4 +1,4 @@
-"""Devices of a PCI tree, and how the tree joins them. Used for `/sys` and for hwloc's XML."""
+"""Devices of a PCI tree, and how the tree joins them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOOL_OF = {vendor: tool for tool in TOOLS for vendor in tool.pci_vendors}
 class PciDevice:
     """A function of a PCI device. `path`: its host bridge, then the bridges above it, from the root.
 
-    `class_id` is its base class and subclass. `gb_per_s`: of its link in one direction, 0 where unknown.
+    `class_id` is its base class and subclass. `gb_per_s`: of its link in first direction, 0 where unknown.
     `rdma`: names of its RDMA devices; `net`: of its network interfaces.
     """
 
@@ -55,7 +55,10 @@ class PciDevice:
 
 
 def devices_of(found: Iterable[PciDevice]) -> dict[str, PciDevice]:
-    """Accelerators and NICs by name. Accelerators are numbered by bus id for each vendor, as drivers do."""
+    """Accelerators and NICs by name.
+
+    The accelerators of each vendor are numbered by bus id, as drivers do.
+    """
     named: dict[str, PciDevice] = {}
     numbers: Counter[str] = Counter()
     for device in sorted(found, key=lambda device: device.bus_id):
@@ -79,29 +82,29 @@ def as_device(name: str, found: PciDevice, cpus: str = "") -> Device:
     )  # fmt: skip
 
 
-def kind_between(one: PciDevice, other: PciDevice) -> LinkKind:
+def kind_between(first: PciDevice, other: PciDevice) -> LinkKind:
     """As `nvidia-smi topo` names paths, and NCCL: by the bridges between two devices."""
     common = 0
-    for above, other_above in zip(one.path, other.path, strict=False):
+    for above, other_above in zip(first.path, other.path, strict=False):
         if above != other_above:
             break
         common += 1
     if common == 0:
-        nodes = {one.numa_node, other.numa_node}
+        nodes = {first.numa_node, other.numa_node}
         return LinkKind.SYS if len(nodes) == 2 and None not in nodes else LinkKind.NODE
     if common == 1:
         return LinkKind.PHB
-    below = max(len(one.path), len(other.path)) - common
+    below = max(len(first.path), len(other.path)) - common
     return LinkKind.PIX if below <= 1 else LinkKind.PXB
 
 
 def pci_links(named: Mapping[str, PciDevice], provenance: str) -> Iterator[Link]:
     """Both directions between accelerators, and between accelerators and NICs."""
-    for (name, one), (other_name, other) in itertools.permutations(named.items(), 2):
-        if one.is_nic and other.is_nic:
+    for (name, first), (other_name, other) in itertools.permutations(named.items(), 2):
+        if first.is_nic and other.is_nic:
             continue
-        kind = kind_between(one, other)
-        found = pcie(kind, min(one.rate, other.rate))
+        kind = kind_between(first, other)
+        found = pcie(kind, min(first.rate, other.rate))
         yield Link(
             name, other_name, kind, found.bandwidth_bytes_per_s, found.latency_s, provenance,
             detail=kind.name,
@@ -109,7 +112,7 @@ def pci_links(named: Mapping[str, PciDevice], provenance: str) -> Iterator[Link]
 
 
 def memory_links(named: Mapping[str, PciDevice], nodes: Sequence[int], provenance: str) -> Iterator[Link]:
-    """Between each device and the memory of its NUMA node, or of the only one."""
+    """Between devices and the memory of their NUMA nodes, or of the only node."""
     for name, device in named.items():
         node = device.numa_node if device.numa_node is not None else (nodes[0] if len(nodes) == 1 else None)
         if node not in nodes:

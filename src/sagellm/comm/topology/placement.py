@@ -1,4 +1,4 @@
-"""What follows from a topology: paths, groups of devices, the NIC and the memory near a device."""
+"""What follows from a topology: paths, groups of devices, what is nearest."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _least_latency(
 
 
 def nearest_nics(info: TopologyInfo, device: str) -> list[str]:
-    """NICs for KV and collectives that are nearest to a device: several where they are equally near.
+    """The nearest NICs for KV and collectives; several where they are equally near.
 
     NICs that are known to be no fabric are left out, and where one is known to be one, those of which
     nothing is known. Raises `ValueError` for an unknown device.
@@ -103,7 +103,10 @@ def nearest_nics(info: TopologyInfo, device: str) -> list[str]:
 
 
 def host_node(info: TopologyInfo, device: str) -> int | None:
-    """The NUMA node whose memory is nearest to a device, for its host tier of KV; None if nobody says."""
+    """The NUMA node whose memory is nearest; None if no source says.
+
+    The host tier of KV is to lie there.
+    """
     found = info.device(device)
     if found.numa_node is not None:
         return found.numa_node
@@ -116,7 +119,7 @@ def host_node(info: TopologyInfo, device: str) -> int | None:
 
 
 def summary(info: TopologyInfo) -> list[str]:
-    """A line for each accelerator: its nearest NICs, and the NUMA node of its host memory."""
+    """For each accelerator a line: the nearest NICs and the NUMA node."""
     lines = []
     for device in accelerators(info):
         nics = ", ".join(nearest_nics(info, device.name)) or "none known"
@@ -186,7 +189,7 @@ class _Graph:
         )  # fmt: skip
 
     def grown(self, start: int, size: int) -> list[int]:
-        """A group from one device on, by the device with the widest narrowest link to it."""
+        """A group that grows by the device whose narrowest link to it is widest."""
         group, narrowest, total = [start], list(self.rates[start]), list(self.rates[start])
         left = set(range(len(self.rates))) - {start}
         while len(group) < size:

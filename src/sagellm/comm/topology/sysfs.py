@@ -76,7 +76,7 @@ def _node_memory(path: Path) -> int:
 
 
 def _node_links(root: Path, nodes: list[int]) -> Iterator[Link]:
-    """Between NUMA nodes. The farther Linux says a node is, the slower."""
+    """Between NUMA nodes; the farther a node is, the slower."""
     for node in nodes:
         text = _read(root / f"sys/devices/system/node/node{node}/distance").split()
         distances = [int(word) for word in text if word.isdecimal()]
@@ -92,7 +92,7 @@ def _node_links(root: Path, nodes: list[int]) -> Iterator[Link]:
 
 
 def _pci_device(entry: Path) -> PciDevice | None:
-    """A device that may be an accelerator or a NIC; None for another, or where its files are unreadable."""
+    """A device that may be an accelerator or a NIC, else None."""
     try:
         class_id, vendor = int(_read(entry / "class"), 16) >> 8, int(_read(entry / "vendor"), 16)
         parts = entry.resolve().parts
@@ -123,7 +123,7 @@ def _pci_device(entry: Path) -> PciDevice | None:
 
 
 def _rate(entry: Path) -> float:
-    """GB/s in one direction of the link at its best; 0 where it is not said."""
+    """The most GB/s of its link in one direction; 0 if unknown."""
     speed, width = _SPEED.match(_read(entry / "max_link_speed")), _read(entry / "max_link_width")
     if speed is None or not width.isdecimal() or int(width) > 32:
         return 0.0

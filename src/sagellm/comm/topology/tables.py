@@ -53,7 +53,7 @@ def matrix(info: TopologyInfo) -> str:
 
 
 def links_table(info: TopologyInfo) -> str:
-    """Each link with its estimates, and who says so."""
+    """Each link with its estimates and its source."""
     rows = [["from", "to", "kind", "label", "GB/s", "us", "figures", "says"]]
     rows += [
         [
@@ -66,7 +66,7 @@ def links_table(info: TopologyInfo) -> str:
 
 
 def dot(info: TopologyInfo) -> str:
-    """An undirected graph, one edge for each pair; NUMA nodes are boxes around what lies on them."""
+    """An undirected graph; NUMA nodes are boxes around their devices."""
     lines = ["graph topology {", "  node [shape=box, fontname=sans];"]
     nodes = sorted({device.numa_node for device in info.devices if device.numa_node is not None})
     for node in (None, *nodes):

@@ -1,4 +1,4 @@
-"""Contract of topology detection: devices, the links between them, and who says so."""
+"""Contract of topology detection: devices, links, and where both are known from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DeviceKind(str, Enum):
 
 
 class LinkKind(str, Enum):
-    """How two devices are joined, from near to far, in the words of `nvidia-smi topo`.
+    """How two devices are joined, from near to far, in words of `nvidia-smi`.
 
     `VENDOR`: another vendor's link between its chips; `Link.detail` has its name. `PIX`: at most one PCIe
     switch; `PXB`: several; `PHB`: a PCIe host bridge; `NODE`: several host bridges of one NUMA node; `SYS`:
@@ -44,7 +44,7 @@ _NEAR_TO_FAR = tuple(LinkKind)
 
 
 class Confidence(str, Enum):
-    """How well something is known: measured beats reported by the system beats assumed from a table."""
+    """How well something is known, from measured to assumed from a table."""
 
     MEASURED = "measured"
     REPORTED = "reported"
@@ -107,7 +107,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class TopologyInfo:
-    """Devices and links of a host, at most one link for each pair and direction.
+    """Devices and links of a host, one link at most for a direction.
 
     `missing` says, by source, what could not be asked or not be understood, and why: an absent source is no
     absent link. Raises `ValueError` where two devices have one name, or a link names no device.
