@@ -47,7 +47,7 @@ def run_command(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
 
 
 def _read(process: subprocess.Popen[bytes], fd: int, limit_s: float) -> bytes:
-    """All output until the process has ended, which a child that holds the pipe may outlive."""
+    """All output until the process ends; a child may hold the pipe longer."""
     until_s = time.monotonic() + limit_s
     pieces: list[bytes] = []
     size, is_open = 0, True
@@ -84,7 +84,10 @@ def _piece(fd: int) -> bytes | None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the group, and only then reap its first process: until then no other has its id."""
+    """Kill the group, then reap its first process.
+
+    Until it is reaped, no other process has its id.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

@@ -98,7 +98,7 @@ def _node_links(root: Path, nodes: list[int]) -> Iterator[Link]:
 
 
 def _pci_device(entry: Path) -> PciDevice | None:
-    """An accelerator or a NIC; None for another device, or one that a guest has.
+    """An accelerator or a NIC; None for others, and what a guest has.
 
     A virtual function of an accelerator is a guest's, and what vfio drives is.
     """
@@ -132,7 +132,7 @@ def _pci_device(entry: Path) -> PciDevice | None:
 
 
 def _port(folder: Path) -> tuple[str, str]:
-    """State and link layer of the first active port of an RDMA device, or of its first one."""
+    """State and link layer of the first active port, else of the first."""
     ports = [folder / "ports" / number for number in _names(folder / "ports")]
     found = [(_read(port / "state").partition(": ")[2], _read(port / "link_layer")) for port in ports]
     return next((port for port in found if port[0] == ACTIVE), found[0] if found else ("", ""))

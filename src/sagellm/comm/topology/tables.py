@@ -34,7 +34,7 @@ def from_json(text: str) -> TopologyInfo:
 
 
 def _refuse_unknown(given: object) -> None:
-    """Raise `ValueError` for a field that no device or link has, which would be dropped in silence."""
+    """Raise `ValueError` for a field that no device or link has."""
     known = {"devices": Device, "links": Link}
     if not isinstance(given, dict):
         return
