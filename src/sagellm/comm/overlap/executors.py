@@ -36,7 +36,7 @@ class SimulatedExecutor:
         return book.result()
 
     def _play(self, schedule: OverlapSchedule, work: Work, book: RunBook) -> None:
-        """Start tasks in order of time, each behind the one before it on its lane."""
+        """Start tasks in order of time, those of a lane in its order."""
         slots, began_s = schedule.slots, self._clock.now()
         position = {slot.task.name: i for i, slot in enumerate(slots)}
         waits, successors = [0] * len(slots), defaultdict[int, list[int]](list)

@@ -10,8 +10,8 @@ MARKS = "#="
 def gantt_text(schedule: OverlapSchedule, width: int = 72) -> str:
     """Draw a schedule in `width` columns of time.
 
-    Consecutive tasks of a lane have different marks. A column shows the last task that runs in it; tasks of no length are not drawn. Below the lanes: makespan
-    and hidden fraction.
+    Consecutive tasks of a lane have different marks. A column shows the last task that runs in it; tasks of
+    no length are not drawn. Below the lanes: makespan and hidden fraction.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
