@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, overlap, prefix_cache, scheduler_ir
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -301,3 +301,15 @@ def test_scheduler_steps_are_timed_for_each_strategy() -> None:
     ]
     with pytest.raises(UnknownNameError, match="nope"):
         run(scheduler_ir.BENCHMARK, MicroBenchReport("scheduler_ir", environment(DAY), tiny("nope")), "e")
+
+
+def test_overlap_hides_matched_tasks_on_the_simulated_clock_and_runs_threads() -> None:
+    plan = dataclasses.replace(tiny("simulated", "threads"), tasks=(8,), pieces=4, task_ms=0.5)
+    report = measured(overlap.BENCHMARK, "hp", plan)
+    hidden = {(row.variant, row.case): row.value for row in report.rows if row.case.endswith(overlap.HIDDEN)}
+    assert len(hidden) == 8
+    assert all(0 <= share <= 100 for share in hidden.values())
+    assert {share for (variant, _), share in hidden.items() if variant == "simulated"} == {75.0}
+    assert sum(row.section == "p" for row in report.rows) == 2
+    with pytest.raises(UnknownNameError, match="Did you mean 'threads'"):
+        measured(overlap.BENCHMARK, "h", tiny("thread"))

@@ -139,6 +139,16 @@ _add_micro(
     """,
 )
 _add_micro(
+    "overlap",
+    "executor",
+    "simulated, threads or both, as a,b; default: both.",
+    """Measure how much communication is hidden behind computation, and what planning costs.
+
+    Sections: h, matched tasks in the patterns of inference: hidden share, the most idle lane, time saved;
+    p, to plan 64 to 8,192 tasks.
+    """,
+)
+_add_micro(
     "fusion",
     "way",
     "kernels, torch or both, as a,b; default: both.",

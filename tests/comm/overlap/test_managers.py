@@ -85,7 +85,7 @@ def _random_graph(seed: int) -> Tasks:
 
 
 def _forward_s(graph: Tasks) -> float:
-    checked = TaskGraph(*graph)
+    checked = TaskGraph.of(*graph)
     return checked.placed(_dispatch(checked)).makespan_s
 
 

@@ -150,7 +150,8 @@ class MicroBenchPlan:
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
-    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds.
+    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `tasks` are planned at
+    once; `pieces` of about `task_ms` are run.
     """
 
     variants: tuple[str, ...]
@@ -169,6 +170,9 @@ class MicroBenchPlan:
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
     rounds: int = 3
+    tasks: tuple[int, ...] = (64, 1024, 8192)
+    pieces: int = 32
+    task_ms: float = 5.0
     repeats: int = 100
     seed: int = 0
 
@@ -204,6 +208,8 @@ class MicroBenchPlan:
             paths=(1024,),
             moved_mb=64,
             rounds=1,
+            tasks=(64,),
+            pieces=16,
             repeats=min(self.repeats, 20),
         )
 
@@ -225,8 +231,8 @@ class MicroBenchCell:
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
     """The median CPU time in µs with its `timing`, bytes per block, or GB/s. `size` is in tokens in sections
-    a to c and t, in blocks in d and f, in MB in m. `turn` counts the runs of the section, from 0, when it
-    alternates with peers."""
+    a to c and t, in blocks in d and f, in MB in m, in tasks in h and p. `turn` counts the runs of the
+    section, from 0, when it alternates with peers."""
 
     section: str
     case: str

@@ -21,7 +21,7 @@ class CriticalPathManager:
     """
 
     def schedule(self, compute_tasks: Sequence[Task], comm_tasks: Sequence[Task]) -> OverlapSchedule:
-        graph = TaskGraph(compute_tasks, comm_tasks)
+        graph = TaskGraph.of(compute_tasks, comm_tasks)
         forward = graph.placed(_dispatch(graph))
         backward = graph.placed(_dispatch(graph.reversed())[::-1])
         return min(forward, backward, key=lambda schedule: schedule.makespan_s)
@@ -31,7 +31,7 @@ class SerialManager:
     """One task after the other: what the same tasks take without overlap."""
 
     def schedule(self, compute_tasks: Sequence[Task], comm_tasks: Sequence[Task]) -> OverlapSchedule:
-        graph = TaskGraph(compute_tasks, comm_tasks)
+        graph = TaskGraph.of(compute_tasks, comm_tasks)
         slots, now_s = [], 0.0
         for index in graph.order:
             slots.append(Slot(graph.tasks[index], now_s))

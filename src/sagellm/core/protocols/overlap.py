@@ -96,7 +96,7 @@ class OverlapSchedule:
         last_s = 0.0
         for slot in self.slots:
             task = slot.task
-            missing = sorted(task.after - ends_s.keys())
+            missing = sorted(name for name in task.after if name not in ends_s)
             if missing:
                 raise ValueError(f"task {task.name!r} is in front of {missing[0]!r}, which it waits for")
             if task.name in ends_s:
