@@ -78,7 +78,7 @@ def kv_send(case: PrefillCase) -> OverlapEstimate:
 
 
 def kv_load(case: PrefillCase) -> OverlapEstimate:
-    """Cached KV is loaded from host memory layer by layer while the rest is computed.
+    """Cached KV is loaded by layer from host memory while the rest is computed.
 
     The loads belong to the first chunk; later chunks find them done.
     """
