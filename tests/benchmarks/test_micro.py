@@ -304,12 +304,12 @@ def test_scheduler_steps_are_timed_for_each_strategy() -> None:
 
 
 def test_overlap_hides_matched_tasks_on_the_simulated_clock_and_runs_threads() -> None:
-    plan = dataclasses.replace(tiny("simulated", "threads"), tasks=(8,), pieces=4, task_ms=0.5)
+    plan = dataclasses.replace(tiny(*overlap.NAMES), tasks=(8,), pieces=4, task_ms=0.5)
     report = measured(overlap.BENCHMARK, "hp", plan)
     hidden = {(row.variant, row.case): row.value for row in report.rows if row.case.endswith(overlap.HIDDEN)}
-    assert len(hidden) == 8
+    assert len(hidden) == 12
     assert all(0 <= share <= 100 for share in hidden.values())
     assert {share for (variant, _), share in hidden.items() if variant == "simulated"} == {75.0}
-    assert sum(row.section == "p" for row in report.rows) == 2
-    with pytest.raises(UnknownNameError, match="Did you mean 'threads'"):
-        measured(overlap.BENCHMARK, "h", tiny("thread"))
+    assert sum(row.section == "p" for row in report.rows) == 3
+    with pytest.raises(UnknownNameError, match="Did you mean 'waiting'"):
+        measured(overlap.BENCHMARK, "h", tiny("wait"))

@@ -141,11 +141,11 @@ _add_micro(
 _add_micro(
     "overlap",
     "executor",
-    "simulated, threads or both, as a,b; default: both.",
+    "Executors: simulated, waiting, working, as a,b; default: all.",
     """Measure how much communication is hidden behind computation, and what planning costs.
 
     Sections: h, matched tasks in the patterns of inference: hidden share, the most idle lane, time saved;
-    p, to plan 64 to 8,192 tasks.
+    p, to plan 64 to 8,192 tasks. Executors: the simulated clock, threads that wait, threads that work.
     """,
 )
 _add_micro(
@@ -155,6 +155,15 @@ _add_micro(
     """Measure the CPU kernels and torch, on one thread, for a 184 M model.
 
     Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
+    """,
+)
+_add_micro(
+    "topology",
+    "manager",
+    "Only system; default: system.",
+    """Measure how long reading a topology takes, and choosing by it.
+
+    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
     """,
 )
 

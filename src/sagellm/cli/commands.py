@@ -21,6 +21,7 @@ from sagellm.cli import (
     run,
     serve,
     simulate,
+    topo,
     trace,
     verify,
     vllm,
@@ -42,6 +43,7 @@ def version() -> None:
 
 
 app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
+app.add(topo.topo)
 app.add(watch.watch)
 app.add(replay.replay, simulate.simulate, calibrate.calibrate, overlap.overlap, explain.explain, version)
 app.add(verify.verify)

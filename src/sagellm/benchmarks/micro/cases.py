@@ -150,8 +150,9 @@ class MicroBenchPlan:
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
-    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `tasks` are planned at
-    once; `pieces` of about `task_ms` are run.
+    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
+    of a host whose topology is read, with as many NICs. `tasks` are planned at once; `pieces` of about
+    `task_ms` are run.
     """
 
     variants: tuple[str, ...]
@@ -169,6 +170,7 @@ class MicroBenchPlan:
     layers: int = 12
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
+    devices: tuple[int, ...] = (8, 72)
     rounds: int = 3
     tasks: tuple[int, ...] = (64, 1024, 8192)
     pieces: int = 32
@@ -186,6 +188,11 @@ class MicroBenchPlan:
         odd = [size for size in self.sizes if size < BLOCK_SIZE or size % (2 * BLOCK_SIZE)]
         if odd:
             raise ConfigError(f"prompt sizes must be multiples of {2 * BLOCK_SIZE} tokens, got {odd[0]}")
+
+    @property
+    def one_machine(self) -> tuple[int, ...]:
+        """The size of what has none."""
+        return (1,)
 
     @property
     def caches(self) -> tuple[int, ...]:
@@ -207,6 +214,7 @@ class MicroBenchPlan:
             layers=1,
             paths=(1024,),
             moved_mb=64,
+            devices=(8,),
             rounds=1,
             tasks=(64,),
             pieces=16,

@@ -1,7 +1,8 @@
 """`sagellm bench micro overlap`: communication that is hidden, and what planning costs.
 
-Section h: the patterns of `comm/overlap` with as long a communication as computation, by executor. On threads
-computation is SHA-256, communication is a copy in memory, each of about `task_ms`; both release the GIL. The
+Section h: the patterns of `comm/overlap` with as long a communication as computation, `task_ms` each. By
+executor: the simulated clock; threads that wait, as for a device or a network; threads that work, where
+computation is SHA-256 and communication a copy in memory, sized to take that long beside each other. The
 targets: at least 70 % hidden, lanes idle under 10 %. Section p: time to plan, by number of tasks.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -34,8 +35,8 @@ from sagellm.core.protocols.overlap import OverlapExecutor, OverlapSchedule, Wor
 
 PLAN = "plan sends by layer"
 HIDDEN, IDLE, SAVED = "hidden", "most idle lane", "saved of the serial time"
-MB = 1 << 20
-_SIMULATED, _THREADS = "simulated", "threads"
+_PROBE_BYTES, _MOST_BYTES, _PROBES, _PROBE_PIECES = 1 << 22, 1 << 28, 4, 8
+_SIMULATED, _WAITING, _WORKING = "simulated", "waiting", "working"
 
 
 def _patterns(pieces: int, piece_s: float) -> Mapping[str, Tasks]:
@@ -49,53 +50,50 @@ def _patterns(pieces: int, piece_s: float) -> Mapping[str, Tasks]:
     }
 
 
-@dataclass(frozen=True, slots=True)
 class _MatchedWork:
-    """Computation and communication that take about equally long, each alone on a thread."""
+    """Computation and communication that take about equally long while they run beside each other."""
 
-    hashed: memoryview
-    source: np.ndarray[tuple[int], np.dtype[np.uint8]]
-    target: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    def __init__(self, seconds: float) -> None:
+        self._hashed, self._copied = _PROBE_BYTES, _PROBE_BYTES
+        self._source, self._target = np.ones(_MOST_BYTES, np.uint8), np.ones(_MOST_BYTES, np.uint8)
+        half = [seconds] * _PROBE_PIECES
+        schedule = CriticalPathManager().schedule(*double_buffered(half, half, num_buffers=_PROBE_PIECES))
+        for _ in range(_PROBES):
+            timeline = ThreadExecutor().run(schedule, self.work(schedule)).timeline
+            took_s: dict[bool, list[float]] = {True: [], False: []}
+            for slot in timeline.slots:
+                took_s[slot.task.name in schedule.comm].append(slot.task.duration_s)
+            self._copied = self._scaled(self._copied, seconds, took_s[True])
+            self._hashed = self._scaled(self._hashed, seconds, took_s[False])
 
-    @classmethod
-    def of(cls, seconds: float) -> _MatchedWork:
-        probe = cls(memoryview(bytes(8 * MB)), np.ones(64 * MB, np.uint8), np.zeros(64 * MB, np.uint8))
-        hashed = int(len(probe.hashed) * seconds / _median_s(probe.compute))
-        copied = int(len(probe.source) * seconds / _median_s(probe.communicate))
-        return cls(memoryview(bytes(hashed)), np.ones(copied, np.uint8), np.zeros(copied, np.uint8))
+    def _scaled(self, num_bytes: int, seconds: float, took_s: list[float]) -> int:
+        """The bytes that take `seconds`, if the median of `took_s` is what `num_bytes` take."""
+        return max(1, min(_MOST_BYTES, int(num_bytes * seconds / statistics.median(took_s))))
 
     def compute(self) -> None:
-        hashlib.sha256(self.hashed).digest()
+        hashlib.sha256(memoryview(self._source)[: self._hashed]).digest()
 
     def communicate(self) -> None:
-        np.copyto(self.target, self.source)
+        np.copyto(self._target[: self._copied], self._source[: self._copied])
 
     def work(self, schedule: OverlapSchedule) -> Work:
-        comm = schedule.comm
         names = [slot.task.name for slot in schedule.slots]
-        return {name: self.communicate if name in comm else self.compute for name in names}
-
-
-def _median_s(run: Callable[[], None]) -> float:
-    samples = []
-    for _ in range(7):
-        start_s = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start_s)
-    return statistics.median(samples)
+        return {name: self.communicate if name in schedule.comm else self.compute for name in names}
 
 
 def _hidden(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     """Section h: shares in percent, medians of the rounds."""
     piece_s = plan.task_ms / 1e3
     for variant in plan.variants:
-        matched = _MatchedWork.of(piece_s) if variant == _THREADS else None
+        matched = _MatchedWork(piece_s) if variant == _WORKING else None
         for name, tasks in _patterns(plan.pieces, piece_s).items():
             schedule = CriticalPathManager().schedule(*tasks)
-            work: Work = (
-                matched.work(schedule) if matched else {slot.task.name: int for slot in schedule.slots}
-            )
-            executor: OverlapExecutor = ThreadExecutor() if matched else SimulatedExecutor(ManualClock())
+            executor: OverlapExecutor = ThreadExecutor()
+            work: Work = {slot.task.name: partial(time.sleep, piece_s) for slot in schedule.slots}
+            if variant == _SIMULATED:
+                executor, work = SimulatedExecutor(ManualClock()), dict.fromkeys(work, int)
+            elif matched is not None:
+                work = matched.work(schedule)
             runs = [executor.run(schedule, work).timeline for _ in range(plan.rounds)]
             shares = {
                 HIDDEN: [run.hidden_fraction for run in runs],
@@ -118,7 +116,7 @@ def _check(name: str) -> None:
         raise UnknownNameError(f"no executor {name!r} to measure.{nearest(name, NAMES)}")
 
 
-NAMES = (_SIMULATED, _THREADS)
+NAMES = (_SIMULATED, _WAITING, _WORKING)
 BENCHMARK = MicroBenchmark(
     "overlap", lambda: NAMES, _check, {"h": _hidden, "p": timed("p", Recipe(PLAN, _plan, "tasks", calls=1))}
 )
