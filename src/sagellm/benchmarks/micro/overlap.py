@@ -71,7 +71,7 @@ class _MatchedWork:
         return max(1, min(_MOST_BYTES, int(num_bytes * seconds / statistics.median(took_s))))
 
     def compute(self) -> None:
-        hashlib.sha256(memoryview(self._source)[: self._hashed]).digest()
+        hashlib.sha256(self._source[: self._hashed].data).digest()
 
     def communicate(self) -> None:
         np.copyto(self._target[: self._copied], self._source[: self._copied])
