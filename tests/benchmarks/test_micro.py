@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, overlap, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import (
+    interconnect,
+    kv_bytes,
+    kv_pool,
+    kv_tiers,
+    memory,
+    overlap,
+    prefix_cache,
+    scheduler_ir,
+)
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -313,3 +322,12 @@ def test_overlap_hides_matched_tasks_on_the_simulated_clock_and_runs_threads() -
     assert sum(row.section == "p" for row in report.rows) == 3
     with pytest.raises(UnknownNameError, match="Did you mean 'waiting'"):
         measured(overlap.BENCHMARK, "h", tiny("wait"))
+
+
+def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
+    report = measured(interconnect.BENCHMARK, "o", dataclasses.replace(tiny("emulated"), buffers=(64,)))
+    assert {row.case for row in report.rows} == {
+        "memory_info, adapter",
+        *(f"{name}, {way}" for name in ("all_reduce", "broadcast")
+          for way in (interconnect.ADAPTER, interconnect.PLAIN, interconnect.ADDED)),
+    }  # fmt: skip

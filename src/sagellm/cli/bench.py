@@ -75,8 +75,8 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name == "fusion" and find_spec("torch") is None:
-            raise MissingExtraError("bench micro fusion", "native")
+        if name in ("fusion", "interconnect") and find_spec("torch") is None:
+            raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
         from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
@@ -146,6 +146,15 @@ _add_micro(
 
     Sections: h, matched tasks in the patterns of inference: hidden share, the most idle lane, time saved;
     p, to plan 64 to 8,192 tasks. Executors: the simulated clock, threads that wait, threads that work.
+    """,
+)
+_add_micro(
+    "interconnect",
+    "chip",
+    "Interconnects to measure, as a,b; default: emulated.",
+    """Measure what the adapter of other vendors' chips adds to a call of torch.distributed.
+
+    Section o: collectives of one rank, through the adapter and without it, and a reading of memory.
     """,
 )
 _add_micro(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.core.protocols.interconnect import DomesticCommBackend, InterconnectInfo
@@ -25,12 +26,12 @@ class EmulatedVendor:
     """Puts what `info` names into this process and below `root`. `current`: the device that was set."""
 
     def __init__(self, info: InterconnectInfo, root: Path, patch: pytest.MonkeyPatch) -> None:
-        self.current: int | None = None
+        self.current = 0
         self.info, self.root, self._patch = info, root, patch
         self.devices = SimpleNamespace(
             device_count=lambda: NUM_DEVICES,
             set_device=self._set_device,
-            current_device=lambda: self.current or 0,
+            current_device=lambda: self.current,
             mem_get_info=lambda index: (FREE_BYTES - index, TOTAL_BYTES),
             is_available=lambda: True,
         )
@@ -79,7 +80,7 @@ def on_ranks(
     make: Callable[[int, Any], CommBackendProtocol], work: Callable[[CommBackendProtocol], Any]
 ) -> list[Any]:
     """What `work` returns on each of two ranks, which are threads."""
-    store, results = dist.HashStore(), [None, None]
+    store, results = HashStore(), [None, None]
 
     def rank(number: int) -> None:
         group = make(number, store)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from sagellm.comm.interconnect.ascend import Ascend
 from sagellm.comm.interconnect.emulated import EmulatedInterconnect
@@ -59,7 +60,7 @@ def test_a_torch_without_the_vendors_backend_is_refused(
     chip = emulated("cambricon", tmp_path, monkeypatch)
     monkeypatch.delitem(dist.Backend._plugins, "CNCL")
     with pytest.raises(Exception, match="this torch has no backend 'cncl'"):
-        chip.init_process_group(0, 1, dist.HashStore())
+        chip.init_process_group(0, 1, HashStore())
 
 
 BROKEN = "raise OSError('libascend_hal.so: cannot open shared object file')"
@@ -118,10 +119,10 @@ def test_the_vendors_package_is_imported_when_it_is_first_needed(
 
 def test_the_emulated_chip_does_not_take_a_real_backends_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="backend 'gloo' is torch's own"):
-        EmulatedInterconnect(backend="gloo").init_process_group(0, 1, dist.HashStore())
+        EmulatedInterconnect(backend="gloo").init_process_group(0, 1, HashStore())
     monkeypatch.setitem(dist.Backend._plugins, "XCCL2", dist.Backend._BackendPlugin(print, False))
     with pytest.raises(ConfigError, match="backend 'xccl2' is real in this process"):
-        EmulatedInterconnect(backend="xccl2").init_process_group(0, 1, dist.HashStore())
+        EmulatedInterconnect(backend="xccl2").init_process_group(0, 1, HashStore())
     with pytest.raises(ConfigError, match="num_devices must be at least 1"):
         EmulatedInterconnect(0)
 

@@ -152,7 +152,7 @@ class MicroBenchPlan:
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
     save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
     of a host whose topology is read, with as many NICs. `tasks` are planned at once; `pieces` of about
-    `task_ms` are run.
+    `task_ms` are run. `buffers` are bytes that ranks exchange.
     """
 
     variants: tuple[str, ...]
@@ -175,6 +175,7 @@ class MicroBenchPlan:
     tasks: tuple[int, ...] = (64, 1024, 8192)
     pieces: int = 32
     task_ms: float = 5.0
+    buffers: tuple[int, ...] = (1024, 1_048_576)
     repeats: int = 100
     seed: int = 0
 
@@ -218,6 +219,7 @@ class MicroBenchPlan:
             rounds=1,
             tasks=(64,),
             pieces=16,
+            buffers=(1024,),
             repeats=min(self.repeats, 20),
         )
 
