@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sagellm.comm.interconnect.ascend import Ascend
 from sagellm.comm.interconnect.emulated import EmulatedInterconnect
 from sagellm.comm.interconnect.lookup import interconnect_for, interconnects
 from sagellm.comm.interconnect.metax import MetaX
+from sagellm.core import registry as registry_module
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 from tests.comm.interconnect.emulated_vendor import EmulatedVendor, emulated
@@ -130,6 +132,17 @@ def test_the_emulated_chip_does_not_take_a_real_backends_name(monkeypatch: pytes
 def test_emulated_devices_share_the_hosts_memory() -> None:
     one, four = EmulatedInterconnect(1), EmulatedInterconnect(4)
     assert four.memory_info(3).total_bytes == one.memory_info(0).total_bytes // 4
+
+
+def test_chips_of_other_packages_come_by_entry_point_and_a_broken_one_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {"ascend2": f"{Ascend.__module__}:Ascend", "broken": "no_such_package:Chip"}
+    group = "sagellm.interconnects"
+    points = [EntryPoint(name, value, group) for name, value in names.items()]
+    monkeypatch.setattr(registry_module, "entry_points", lambda *, group: points)
+    assert {name for name, _ in interconnects()} == {*VENDORS, "ascend2"}
+    assert "interconnect 'broken' cannot be loaded: ModuleNotFoundError" in caplog.text
 
 
 def test_which_vendor_a_device_type_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def _broadcast(group: Any, buffer: torch.Tensor) -> None:
 
 
 def _overhead(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Section o: µs of CPU per call; `ADDED` is the median of the differences between neighbours."""
+    """Section o: µs of CPU per call. `ADDED`: the median difference between neighbours."""
     for variant in plan.variants:
         for size in plan.buffers:
             for name, calls in _operations(registry("interconnect").create(variant), size).items():

@@ -1,1 +1,1 @@
-"""Chips of vendors other than NVIDIA: a data row each, and their torch behind five hooks."""
+"""Chips of other vendors: a data row each, and their torch behind hooks."""

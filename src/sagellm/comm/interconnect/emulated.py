@@ -1,4 +1,4 @@
-"""An emulated chip on the CPU: `hccl` is gloo, so what a vendor's backend needs can be tried anywhere."""
+"""An emulated chip on the CPU, whose `hccl` is gloo: for trials anywhere."""
 
 from __future__ import annotations
 

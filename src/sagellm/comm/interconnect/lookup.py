@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.registry import registry
 
+log = logging.getLogger("sagellm.devices")
+
 
 def interconnects() -> Iterator[tuple[str, DomesticCommBackend]]:
-    """Every vendor's, by name: ours, and those of other packages (`sagellm.interconnects`). No emulation."""
+    """Every vendor's, by name: ours, and those of other packages (`sagellm.interconnects`). No emulation.
+
+    One of another package that cannot be loaded is named in a warning.
+    """
     found = registry("interconnect")
     for name in found.names():
-        made: DomesticCommBackend = found.create(name)
+        try:
+            made: DomesticCommBackend = found.create(name)
+        except Exception as error:  # noqa: BLE001 - no package may keep the engine from other devices
+            log.warning("interconnect %r cannot be loaded: %s: %s", name, type(error).__name__, error)
+            continue
         if made.info.device_type != "cpu":
             yield name, made
 

@@ -1,4 +1,4 @@
-"""Accelerators by torch's name of them: their vendor, memory, kernels, and torch's module for them.
+"""Accelerators by torch's name of them: vendor, memory, kernels, and torch's module.
 
 NVIDIA's and AMD's need nothing. Chips of other vendors are found by `comm/interconnect`, whose hooks import
 the vendor's torch.
@@ -58,6 +58,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether our Triton kernels are for this device: a GPU, or a chip whose row says so."""
+    """Whether our Triton kernels run there: on a GPU, or as the chip's row says."""
     chip = None if device.type == "cpu" else interconnect_for(device.type)
     return device.type == "cuda" if chip is None else chip.info.kernels is ChipKernels.TRITON

@@ -28,7 +28,7 @@ def cpu_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def device_s(device: torch.device, run: Callable[[], object], repeats: int) -> float:
-    """Seconds until `device` has finished, for the fastest of `repeats` runs; on a CPU as `cpu_s`."""
+    """Seconds of the fastest run until `device` has finished. On a CPU as `cpu_s`."""
     if device.type == "cpu":
         return cpu_s(run, repeats)
     synchronize = module_of(device).synchronize
