@@ -84,14 +84,16 @@ def passed(answers: list[Any]) -> list[Any]:
 
 
 def group(name: str, rank: int, world_size: int, folder: str, **options: Any) -> CommBackendProtocol:
-    """A group whose ranks meet in a file of the folder, one per name and names of options."""
-    key = f"{name}{sorted(options)}"
-    store = c10d.FileStore(str(Path(folder) / "store"), world_size)
+    """A group whose ranks meet in a file of the folder, one per name and names of options.
+
+    Torch deletes the file of a `FileStore` when all ranks have dropped theirs, so groups do not share one.
+    """
+    path = Path(folder) / "-".join([name, *sorted(options)])
     made: CommBackendProtocol = registry("collectives").create(
         name,
         rank=rank,
         world_size=world_size,
-        store=c10d.PrefixStore(key, store),
+        store=c10d.FileStore(str(path), world_size),
         **{"timeout_s": 60.0, **options},
     )
     return made
