@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from sagellm.accel.fusion.cpu.library import cache_folder
 from sagellm.cli import doctor
 from sagellm.cli._loading import as_text
 from sagellm.cli._settings import Settings
@@ -21,6 +20,7 @@ from sagellm.cli.doctor import LocalDevice, devices, read_meminfo
 from sagellm.comm.interconnect.ascend import Ascend
 from sagellm.comm.interconnect.vendor import VendorInterconnect
 from sagellm.core.extras import EXTRA_OF, install_command
+from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.comm.interconnect.emulated_vendor import FREE_BYTES, NUM_DEVICES, EmulatedVendor

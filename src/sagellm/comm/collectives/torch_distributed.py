@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from sagellm.comm.collectives._buffers import (
     Broken,
+    as_bytes,
     check_group,
     check_rank,
     check_reducible,
@@ -34,6 +35,7 @@ _OPS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
 _SHOWN_CHARS = 200
+_LONGEST_TIMEOUT_S = 365 * 86400.0
 ProcessGroup = Any
 """A `torch.distributed` backend: `ProcessGroupGloo`, `ProcessGroupNCCL`, or what a plug-in made."""
 
@@ -46,7 +48,7 @@ def process_group(
     Backends of other packages are known by `torch.distributed.Backend.register_backend`, which a chip's torch
     module calls when it is imported. Raises `UnknownNameError` for any other name.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S))
     if backend == "gloo" and dist.is_gloo_available():
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     if backend == "nccl" and dist.is_nccl_available():
@@ -113,7 +115,7 @@ class TorchDistributedBackend:
         gathered, copy_back = contiguous(output)
         sent = part.contiguous()
         return self._submit(
-            lambda: self._group._allgather_base(_as_bytes(gathered), _as_bytes(sent)),
+            lambda: self._group._allgather_base(as_bytes(gathered), as_bytes(sent)),
             copy_back,
             [gathered, sent],
         )
@@ -140,7 +142,7 @@ class TorchDistributedBackend:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         sent, copy_back = contiguous(buffer)
-        return self._submit(lambda: self._group.broadcast([_as_bytes(sent)], options), copy_back, [sent])
+        return self._submit(lambda: self._group.broadcast([as_bytes(sent)], options), copy_back, [sent])
 
     def all_to_all(
         self,
@@ -160,7 +162,7 @@ class TorchDistributedBackend:
         sent = buffer.contiguous()
         return self._submit(
             lambda: self._group.alltoall_base(
-                _as_bytes(received), _as_bytes(sent), received_bytes, sent_bytes, dist.AllToAllOptions()
+                as_bytes(received), as_bytes(sent), received_bytes, sent_bytes, dist.AllToAllOptions()
             ),
             copy_back,
             [received, sent],
@@ -169,13 +171,13 @@ class TorchDistributedBackend:
     def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> _TorchWork:
         check_rank("target", target, self.world_size)
         sent = buffer.contiguous()
-        return self._submit(lambda: self._group.send([_as_bytes(sent)], target, tag), _nothing, [sent])
+        return self._submit(lambda: self._group.send([as_bytes(sent)], target, tag), _nothing, [sent])
 
     def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> _TorchWork:
         check_rank("source", source, self.world_size)
         received, copy_back = contiguous(buffer)
         return self._submit(
-            lambda: self._group.recv([_as_bytes(received)], source, tag), copy_back, [received]
+            lambda: self._group.recv([as_bytes(received)], source, tag), copy_back, [received]
         )
 
     def barrier(self) -> _TorchWork:
@@ -257,11 +259,6 @@ class _TorchWork:
 def _failure(error: RuntimeError) -> CommError:
     [first, *_] = str(error).splitlines() or [""]
     return CommError(f"a rank died, left or did not answer in time: {first[:_SHOWN_CHARS]}")
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: what is moved and not summed may have any dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _nothing() -> None:
