@@ -25,7 +25,7 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_NVLINK_MAX_LINKS = 18
 
-    def __init__(self, ends: list[list[str]], level: int = 50, p2p: int = 0, version: int = 4) -> None:
+    def __init__(self, ends: list[list[str]], level: int = 50, p2p: int = 0, version: int = 6) -> None:
         self._ends, self._level, self._p2p, self._version = ends, level, p2p, version
         self.is_open = False
 
@@ -126,7 +126,7 @@ def test_a_pair_without_peer_access_is_slower() -> None:
 
 def test_blackwells_links_are_twice_as_fast() -> None:
     [old, _] = read_nvml(FakeNvml([[SWITCH], [SWITCH]])).links
-    [new, _] = read_nvml(FakeNvml([[SWITCH], [SWITCH]], version=5)).links
+    [new, _] = read_nvml(FakeNvml([[SWITCH], [SWITCH]], version=7)).links
     assert new.bandwidth_bytes_per_s == 2 * old.bandwidth_bytes_per_s
 
 

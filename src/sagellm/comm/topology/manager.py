@@ -99,7 +99,7 @@ class SystemTopology:
         try:
             library: Any = import_module(self._nvml)
         except ImportError:
-            missing[NVML] = "the package nvidia-ml-py is not installed"
+            missing[NVML] = "pip install nvidia-ml-py"
             return None
         try:
             return read_nvml(library)

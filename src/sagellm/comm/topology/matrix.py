@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from sagellm.comm.topology.estimates import of_label
 from sagellm.comm.topology.tools import Tool
@@ -157,12 +158,13 @@ def _links(
     """One for each cell; two where the column has no row."""
     confidence = Confidence.ASSUMED if tool.is_assumed else Confidence.REPORTED
     provenance = " ".join(tool.command)
+    estimate = cache(partial(of_label, own=tool.labels, model=model))
     have_rows = {row.name for row in rows}
     for row in rows:
         for column, label in zip(names, row.cells, strict=True):
             if column == row.name or label in SELF or label in UNKNOWN:
                 continue
-            found = of_label(label, tool.labels, model)
+            found = estimate(label)
             if found is None:
                 missing[f"{tool.name}: {label}"] = "not a word for a link that is known here"
                 continue

@@ -15,6 +15,8 @@ PROVENANCE = "NVML"
 PCIE_GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """In first direction, by generation, coding deducted."""
 KIND_OF_LEVEL = {10: LinkKind.PIX, 20: LinkKind.PXB, 30: LinkKind.PHB, 40: LinkKind.NODE, 50: LinkKind.SYS}
+NVLINK_VERSIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+"""By NVML's number, which also counts 2.2 and 3.1."""
 INTERNAL = 0
 """Two GPUs on one board."""
 P2P_READ = 0
@@ -78,7 +80,14 @@ def _gpu(library: Any, number: int) -> _Gpu:
     device = Device(
         f"cuda:{number}", DeviceKind.GPU, "nvidia", name, memory.total if memory else 0, pci=_bus_id(pci)
     )
-    return _Gpu(handle, device, device.pci, PCIE_GB_PER_LANE.get(generation, 0.0) * width, version, ends)
+    return _Gpu(
+        handle,
+        device,
+        device.pci,
+        PCIE_GB_PER_LANE.get(generation, 0.0) * width,
+        NVLINK_VERSIONS.get(version, 0),
+        ends,
+    )
 
 
 def _links(library: Any, first: _Gpu, other: _Gpu, gpus: list[_Gpu]) -> Iterator[Link]:

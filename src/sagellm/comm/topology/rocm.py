@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 
 from sagellm.comm.topology.estimates import of_label
 from sagellm.comm.topology.tools import Tool
@@ -69,11 +70,12 @@ def _links(
     missing: dict[str, str],
 ) -> Iterator[Link]:
     confidence = Confidence.ASSUMED if tool.is_assumed else Confidence.REPORTED
+    estimate = cache(partial(of_label, own=tool.labels))
     for row, cells in types.items():
         for column, label in cells.items():
             if row == column or column not in types:
                 continue
-            found = of_label(label, tool.labels)
+            found = estimate(label)
             if found is None:
                 missing[f"{tool.name}: {label}"] = "not a word for a link that is known here"
                 continue

@@ -123,9 +123,9 @@ class TopologyInfo:
             raise ValueError("two devices of a topology have one name")
         pairs = set()
         for link in self.links:
-            unknown = {link.source, link.target} - names
-            if unknown:
-                raise ValueError(f"a link names {', '.join(sorted(unknown))}, which is no device of it")
+            for end in (link.source, link.target):
+                if end not in names:
+                    raise ValueError(f"a link names {end}, which is no device of it")
             pairs.add((link.source, link.target))
         if len(pairs) < len(self.links):
             raise ValueError("a pair of devices has two links in one direction")
