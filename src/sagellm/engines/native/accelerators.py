@@ -58,6 +58,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether our Triton kernels run there: on a GPU, or where the row says so."""
+    """Whether our Triton kernels run there: GPUs, and chips whose row says so."""
     chip = None if device.type == "cpu" else interconnect_for(device.type)
     return device.type == "cuda" if chip is None else chip.info.kernels is ChipKernels.TRITON
