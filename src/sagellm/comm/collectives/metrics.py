@@ -28,6 +28,8 @@ class CollectiveKind(str, Enum):
     RECV = "recv"
     BARRIER = "barrier"
 
+    __hash__ = str.__hash__  # that of Enum is Python code
+
 
 def bus_factor(kind: CollectiveKind, world_size: int) -> float:
     """Bus bandwidth / algorithm bandwidth.
@@ -69,7 +71,9 @@ class CommMeter:
     step_comm_s: float = 0.0
 
     def add(self, kind: CollectiveKind, num_bytes: int, seconds: float, *, num_calls: int = 1) -> None:
-        count = self.counts.setdefault(kind, CollectiveCount())
+        count = self.counts.get(kind)
+        if count is None:
+            count = self.counts[kind] = CollectiveCount()
         count.num_calls += num_calls
         count.num_bytes += num_bytes
         count.seconds += seconds

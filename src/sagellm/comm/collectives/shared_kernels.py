@@ -21,7 +21,7 @@ from sagellm.core.native_code import compiled, cpu_level, find_compiler, loaded
 from sagellm.core.protocols.collectives import ReduceOp
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
-SPINS = 100
+SPINS = 20
 YIELD_NS = 100_000
 SLEEP_NS = 20_000_000
 OPS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN)
