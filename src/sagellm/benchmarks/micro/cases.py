@@ -227,7 +227,9 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """The median CPU time in µs with its `timing`, wall time without, bytes per block, GB/s, or a ratio.
+    """A value of a case, in its unit.
+
+    In µs: the median CPU time with its `timing`, wall time without. Others: bytes per block, GB/s, a ratio.
 
     `size` is in tokens in sections a to c and t, in blocks in d and f, in MB in m, in KB in r and o. `turn`
     counts the runs of the section, from 0, when it alternates with peers.

@@ -1,4 +1,4 @@
-"""`sagellm bench micro collectives`: shared memory beside gloo, in turns, on ranks of this host.
+"""`sagellm bench micro collectives`: shared memory beside gloo, in turns.
 
 Sizes are in KB, values are medians over rounds. A ratio is the median of the rounds' ratios.
 """

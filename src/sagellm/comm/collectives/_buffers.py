@@ -1,4 +1,4 @@
-"""Checks of buffers and arguments that all backends share, and works that are done already."""
+"""What all backends share: checks of arguments, views of buffers, the reduction in torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def contiguous(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: what is moved and not summed may have any dtype."""
+    """A contiguous tensor as bytes, which may have any dtype."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,4 +1,6 @@
-"""A group that picks backend and algorithm by size, fuses small tensors, rounds on the wire, and measures.
+"""A group that picks backend and algorithm by size.
+
+It also fuses small tensors, rounds on the wire where asked, and counts what it does.
 
 Ranks on one host use shared memory for CPU tensors where the table says so; everything else goes through
 `torch.distributed`.
@@ -246,7 +248,7 @@ def _settings_of_rank_0(rank: int, store: Any, table: str | None, bucket_bytes: 
 
 
 def _are_on_one_host(rank: int, world_size: int, store: Any) -> bool:
-    """Whether all ranks can open each other's memory: one kernel, one namespace of processes, one user."""
+    """Whether all ranks can open each other's memory."""
     place = _place()
     store.set(f"sagellm/place/{rank}", place)
     return all(store.get(f"sagellm/place/{other}").decode() == place for other in range(world_size))

@@ -1,4 +1,4 @@
-"""Times the ways of each collective on ranks of this host, and writes the selection table of the fastest.
+"""Times the ways of each collective here, and writes the selection table.
 
     python -m sagellm.comm.collectives.measure --ranks 2 --output table.json
 
@@ -195,7 +195,7 @@ def _ways(
 
 
 class _Buffers:
-    """The buffers of one size: `whole`, `other` of the same size, and a rank's `part`."""
+    """Buffers of one size: `whole`, `other`, and a rank's `part`."""
 
     def __init__(self, world_size: int, num_bytes: int) -> None:
         count = math.ceil(num_bytes / 4 / world_size) * world_size

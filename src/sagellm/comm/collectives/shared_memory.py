@@ -25,13 +25,13 @@ from sagellm.comm.collectives._buffers import (
     contiguous,
     piece_sizes,
 )
-from sagellm.comm.collectives._mailboxes import Mailboxes, MessageWork
+from sagellm.comm.collectives.mailboxes import Mailboxes, MessageWork
 from sagellm.comm.collectives.shared_kernels import (
     DTYPES,
     Kernel,
     NativeKernel,
-    Operation,
     Outcome,
+    SharedOperation,
     native_library,
 )
 from sagellm.comm.collectives.shared_region import MOST_RANKS, RegionLayout, SharedRegion
@@ -231,7 +231,7 @@ class SharedMemoryBackend:
         parts = []
         for rank, (operation, dtype, argument, size) in enumerate(submitted):
             name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
-            what = f"{Operation(operation).name.lower()} of {size} {name} ({argument})"
+            what = f"{SharedOperation(operation).name.lower()} of {size} {name} ({argument})"
             parts.append(f"rank {rank}: {what}")
         return f"the ranks submitted different operations: {'; '.join(parts)}"
 
