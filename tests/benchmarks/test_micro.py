@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sagellm.benchmarks import process
 from sagellm.benchmarks.micro import (
+    collectives,
     interconnect,
     kv_bytes,
     kv_pool,
@@ -70,6 +71,7 @@ def tiny(*variants: str) -> MicroBenchPlan:
         memory_blocks=256,
         paths=(64,),
         moved_mb=32,
+        buffers_kb=(1, 20),
         rounds=1,
         repeats=2,
     )
@@ -122,6 +124,16 @@ def test_bytes_are_moved_beside_their_references() -> None:
     disk = {kv_bytes.WRITE, kv_bytes.READ, kv_bytes.RAW_WRITE, kv_bytes.RAW_READ}
     assert cells(rows) == {("host", case, 32) for case in host} | {("disk", case, 32) for case in disk}
     assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
+
+
+def test_collectives_have_every_row() -> None:
+    rows = measured(collectives.BENCHMARK, "r", tiny("2")).rows
+    cases = {row.case for row in rows}
+    assert {f"all_reduce: {collectives.BESIDE_GLOO}", f"all_reduce: {collectives.BESIDE_COPY}"} < cases
+    assert cells(rows) == {("2", case, size) for case in cases for size in (1, 20)}
+    assert all(row.value > 0 and row.timing is None for row in rows)
+    with pytest.raises(UnknownNameError, match="cannot measure 'two' ranks"):
+        measured(collectives.BENCHMARK, "r", tiny("two"))
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:
@@ -325,7 +337,7 @@ def test_overlap_hides_matched_tasks_on_the_simulated_clock_and_runs_threads() -
 
 
 def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
-    report = measured(interconnect.BENCHMARK, "o", dataclasses.replace(tiny("emulated"), buffers=(64,)))
+    report = measured(interconnect.BENCHMARK, "o", tiny("emulated"))
     assert {row.case for row in report.rows} == {
         "memory_info, adapter",
         *(f"{name}, {way}" for name in ("all_reduce", "broadcast")

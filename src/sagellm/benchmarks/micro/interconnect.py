@@ -1,7 +1,7 @@
 """`sagellm bench micro interconnect`: what the adapter adds to a call of `torch.distributed`.
 
 Section o: an emulated chip whose backend is gloo, in a group of one rank, so that no other rank is waited
-for. Each operation runs through the adapter and as the process group's own call, in turns. Sizes are bytes.
+for. Each operation runs through the adapter and as the process group's own call, in turns. Sizes are in KB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.registry import registry
 
 ADAPTER, PLAIN, ADDED = "adapter", "torch.distributed", "added"
-CALLS = 20
+CALLS, SIZES_KB = 20, (1, 1024)
 Calls = Mapping[str, Callable[[], object]]
 
 
@@ -58,8 +58,9 @@ def _broadcast(group: Any, buffer: torch.Tensor) -> None:
 def _overhead(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     """Section o: µs of CPU per call. `ADDED`: the median difference between neighbours."""
     for variant in plan.variants:
-        for size in plan.buffers:
-            for name, calls in _operations(registry("interconnect").create(variant), size).items():
+        for kb in SIZES_KB:
+            chip = registry("interconnect").create(variant)
+            for name, calls in _operations(chip, 1024 * kb).items():
                 samples: dict[str, list[float]] = {way: [] for way in calls}
                 for _ in range(plan.repeats + 1):  # the first is dropped
                     for way, call in calls.items():
@@ -69,7 +70,7 @@ def _overhead(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBench
                     samples[ADDED] = [ours - plain for ours, plain in pairs]
                 for way, spent in samples.items():
                     median = statistics.median(spent[1:])
-                    yield MicroBenchRow("o", f"{name}, {way}", size, variant, "us", median)
+                    yield MicroBenchRow("o", f"{name}, {way}", kb, variant, "us", median)
 
 
 def _us_per_call(call: Callable[[], object]) -> float:

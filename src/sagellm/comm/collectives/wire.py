@@ -47,7 +47,7 @@ def all_reduce_rounded(
 
 
 def _encoded(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """Rows of float32 values as rows of bytes; with INT8 the scales follow the values."""
+    """Rows of float32 values as rows of bytes. With INT8 the scales follow the values."""
     if wire is WireFormat.BF16:
         return as_bytes(rows.to(torch.bfloat16)).view(len(rows), -1)
     blocks = rows.view(-1, INT8_BLOCK)
