@@ -66,6 +66,8 @@ def test_a_picture(cli: Any, host: str, tmp_path: Path) -> None:
     [
         (["-f", "xml"], "matrix, links, json, dot"),
         (["--recorded", "topo.txt"], "NAME=FILE"),
+        (["-f", "json", "--group", "2"], "matrix or links"),
+        (["--picture", "nosuffix"], "suffix"),
         (["--recorded", "nvidia-smi=nowhere.txt"], "No such file"),
         (["--recorded", "lspci=HOST"], "nvidia-smi, npu-smi"),
         (["--recorded", "hwloc=HOST"], "no XML"),

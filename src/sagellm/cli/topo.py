@@ -12,7 +12,8 @@ from sagellm.core.errors import ConfigError
 if TYPE_CHECKING:
     from sagellm.core.protocols.topology import TopologyInfo
 
-FORMS = ("matrix", "links", "json", "dot")
+TABLES = ("matrix", "links")
+FORMS = (*TABLES, "json", "dot")
 _RECORDED_HELP = (
     "Read what was recorded on another machine, not this one; may be repeated. NAME: nvidia-smi, "
     "npu-smi, mx-smi, rocm-smi, hy-smi, cnmon, xpu-smi, mthreads-gmi, ibv_devinfo, hwloc (XML), "
@@ -29,12 +30,13 @@ def topo(
     recorded: list[str] | None = flag("NAME=FILE", _RECORDED_HELP),
     group: int | None = flag("SIZE", "Also name the SIZE accelerators for tensor parallelism."),
     route: str | None = flag("FROM:TO", "Also show the fastest path, as in cuda:0:nic:mlx5_0."),
+    limit: float = flag("SECONDS", "Longest time of a command.", 5.0, min=0.1, max=600.0),
     picture: Path | None = flag("FILE", "Also draw it there: .svg, .png or .pdf; needs the extra plots."),
 ) -> None:
     """Show accelerators, NICs and NUMA nodes, and the links between them.
 
     Reads /sys and NVIDIA's library, and runs the vendors' commands that are on the path; one that hangs is
-    given up after 5 s. Then, for each accelerator, the nearest NICs and the NUMA node of its host memory.
+    given up after --limit. Then, for each accelerator, the nearest NICs and the NUMA node of its host memory.
     """
     from sagellm.comm.topology import placement, tables
     from sagellm.comm.topology.manager import SystemTopology
@@ -44,9 +46,15 @@ def topo(
     }  # fmt: skip
     if form not in show:
         raise ConfigError(f"--format {form}: {', '.join(FORMS)}")
-    info = _recorded(recorded) if recorded else SystemTopology().detect()
+    if form not in TABLES and (group, route) != (None, None):
+        raise ConfigError(
+            f"--format {form} prints nothing else: use --group and --route with {' or '.join(TABLES)}"
+        )
+    if picture is not None and not picture.suffix:
+        raise ConfigError(f"--picture {picture}: its suffix says the form, as in topology.svg")
+    info = _recorded(recorded) if recorded else SystemTopology(limit_s=limit).detect()
     print(show[form](info))
-    if form in ("matrix", "links"):
+    if form in TABLES:
         print(*placement.summary(info), sep="\n")
     if group is not None:
         print(_group(info, group))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from sagellm.comm.topology.commands import CommandError
-from sagellm.comm.topology.manager import SystemTopology, merged, read_recorded
+from sagellm.comm.topology.manager import SystemTopology, aligned, merged, read_recorded
+from sagellm.comm.topology.placement import host_node
 from sagellm.comm.topology.tables import dot, from_json, links_table, matrix, to_json
 from sagellm.core.errors import UnknownNameError
 from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link, LinkKind, TopologyInfo
@@ -155,6 +158,76 @@ def test_of_two_sources_the_better_known_and_the_nearer_counts() -> None:
     assert (filled.memory_bytes, filled.pci) == (1, "x")
 
 
+def own(vendor: str, prefix: str, pcis: Sequence[str], nodes: Sequence[int | None]) -> TopologyInfo:
+    devices = [
+        Device(f"{prefix}:{i}", DeviceKind.GPU, vendor, pci=pci, numa_node=node)
+        for i, (pci, node) in enumerate(zip(pcis, nodes, strict=True))
+    ]
+    pairs = [(a.name, b.name) for a in devices for b in devices if a is not b]
+    return TopologyInfo(tuple(devices), tuple(Link(*p, LinkKind.SYS, 1.0, 0.0, "test") for p in pairs))
+
+
+def test_a_container_that_sees_some_gpus_gets_the_facts_of_those() -> None:
+    tree, missing = own("nvidia", "cuda", ["10", "50", "90"], [0, 0, 1]), dict[str, str]()
+    library = own("nvidia", "cuda", ["90", "10"], [None, None])
+    info = aligned(tree, [library], missing)
+    assert [(device.name, device.pci, device.numa_node) for device in info.devices] == [
+        ("cuda:1", "10", 0), ("cuda:0", "90", 1),
+    ]  # fmt: skip
+    assert {(link.source, link.target) for link in info.links} == {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")}
+    assert not missing
+
+
+def test_without_pci_ids_chips_are_joined_by_order_or_not_at_all() -> None:
+    missing: dict[str, str] = {}
+    tree = own("nvidia", "cuda", ["10", "90"], [0, 1])
+    assert aligned(tree, [own("nvidia", "cuda", ["", ""], [None, None])], missing) == tree
+    assert aligned(tree, [], missing) == tree
+    assert not missing
+    assert not aligned(tree, [own("nvidia", "cuda", [""], [None])], missing).devices
+    assert "which of its 2 chips" in missing["PCI tree: nvidia"]
+    npus = own("huawei", "npu", ["01", "c1"], [0, 1])  # whose tool does not number by PCI id
+    assert not aligned(npus, [own("huawei", "npu", ["", ""], [None, None])], missing).devices
+    assert "PCI tree: huawei" in missing
+
+
+def test_node_0_and_a_port_of_no_fabric_are_facts() -> None:
+    first = Device("nic:a", DeviceKind.NIC, numa_node=0, is_fabric=False)
+    other = Device("nic:a", DeviceKind.NIC, numa_node=1, is_fabric=True)
+    found = merged([TopologyInfo((first,)), TopologyInfo((other,))], {}).device("nic:a")
+    assert (found.numa_node, found.is_fabric) == (0, False)
+
+
+def test_a_node_that_no_source_names_is_not_made_up() -> None:
+    info = read_recorded([("nvidia-smi", nvidia(2))])
+    assert [(d.name, d.numa_node) for d in info.devices if d.kind is DeviceKind.CPU] == [("cpu:0", None)]
+    assert host_node(info, "cuda:0") is None
+
+
+def test_the_library_may_hang_or_be_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "odd_nvml.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    for text, reason in (
+        ("import time\ndef nvmlInit(): time.sleep(5)", "no answer within 0.2 s"),
+        (
+            "def nvmlInit(): pass\ndef nvmlShutdown(): pass\nclass NVMLError(Exception): pass",
+            "nvmlDeviceGetCount",
+        ),
+    ):
+        module.write_text(text)
+        sys.modules.pop("odd_nvml", None)
+        importlib.invalidate_caches()
+        manager = SystemTopology(
+            as_sysfs(tmp_path / reason[:5]), limit_s=0.2, find=lambda name: None, nvml="odd_nvml"
+        )
+        assert reason in manager.detect().missing["NVML"]
+
+
+def test_figures_of_devices_that_are_not_there_are_named() -> None:
+    info = read_recorded([("p2pBandwidthLatencyTest", P2P)])
+    assert "cuda:0, cuda:1" in info.missing["p2pBandwidthLatencyTest"]
+
+
 def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     info = SystemTopology(as_sysfs(tmp_path), find=lambda name: None, nvml=None).detect()
     assert from_json(to_json(info)) == info
@@ -167,6 +240,14 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
         ("{", "Invalid JSON"),
         ('{"devices": [{"name": "a", "kind": "tpu"}]}', "devices.0.kind"),
         (WITHOUT_AN_END, "a link names b"),
+        (WITHOUT_AN_END.replace('"target": "b"', '"target": "a"'), "no link to itself"),
+        (WITHOUT_AN_END.replace('"target": "b"', '"goal": "b"'), "links.0.target"),
+        (
+            '{"devices": [{"name": "a", "kind": "gpu", "nume_node": 1}]}',
+            "devices.0.nume_node: there are cpus",
+        ),
+        ('{"devices": [{"name": "a", "kind": "gpu", "numa_node": -5}]}', "not negative"),
+        ('{"devices": [], "edges": []}', "edges: there are devices, links, missing"),
         ('{"devices": [{"name": "a", "kind": "gpu"}, {"name": "a", "kind": "gpu"}]}', "one name"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from sagellm.comm.topology.nvml import read_nvml
 from sagellm.core.protocols.topology import LinkKind
 
-SWITCH = "00000000:0F:00.0"
+SWITCH, CPU = "00000000:0F:00.0", "00000000:0C:00.0"
 
 
 class NVMLError(Exception):
@@ -64,6 +64,9 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
         return SimpleNamespace(busId=self._ends[handle][link])
 
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        return {SWITCH: 2, CPU: 1}.get(self._ends[handle][link], 0)
+
     def nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
         return self._version
 
@@ -100,6 +103,24 @@ def test_direct_links_are_counted_by_pair() -> None:
     assert details["cuda:0", "cuda:1"] == details["cuda:1", "cuda:0"] == "NV2"
     assert details["cuda:0", "cuda:2"] == "NV1"
     assert details["cuda:1", "cuda:2"] == "SYS"
+
+
+def test_links_that_end_at_other_gpus_or_cpus_join_nothing_here() -> None:
+    elsewhere = [bus(7)] * 4
+    for ends in ([elsewhere, elsewhere], [[CPU] * 3, [CPU] * 3], [[SWITCH] * 4, []]):
+        assert {link.detail for link in read_nvml(FakeNvml(ends)).links} == {"SYS"}
+
+
+def test_a_lost_gpu_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(self: FakeNvml, number: int) -> int:
+        if number == 1:
+            raise NVMLError("GPU is lost")
+        return number
+
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetHandleByIndex", handle)
+    info = read_nvml(FakeNvml([[SWITCH], [SWITCH], [SWITCH]]))
+    assert [device.name for device in info.devices] == ["cuda:0", "cuda:2"]
+    assert len(info.links) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -79,7 +80,8 @@ def test_grown_groups_are_the_best_ones_of_trees(seed: int, size: int) -> None:
         for i in range(12)
     ]
     info = graph(rates, [i // 4 for i in range(12)])
-    order = sorted((device.name for device in info.devices), key=lambda name: hash((seed, name)))
+    order = [device.name for device in info.devices]
+    random.Random(seed).shuffle(order)
     exact = best_group(info, size, order)
     limit, placement.MAX_TRIED = placement.MAX_TRIED, 0
     try:
@@ -129,7 +131,7 @@ def test_a_far_nic_is_reached_through_the_gpu_beside_it() -> None:
     with pytest.raises(ValueError, match="no device 'x'"):
         best_path(info, "x", "cuda:0")
     assert nearest_nics(info, "cuda:1") == ["nic:NIC1"]
-    assert summary(info)[1] == "cuda:1: nearest NICs: nic:NIC1; host memory: NUMA node 0"
+    assert summary(info)[1] == "cuda:1: nearest NICs: nic:NIC1; host memory: unknown NUMA node"
 
 
 def test_the_node_of_host_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +19,16 @@ Label = Callable[[int, int], str]
 EFA_OF_P5 = [79, 96, 113, 130, 147, 164, 181, 198]
 
 
-def recorded(name: str, file: str) -> TopologyInfo:
+def folder() -> Path:
     traces = os.environ.get("SAGELLM_TRACES")
-    path = Path(traces or "").parent / "fixtures/topology" / file
-    if not traces or not path.is_file():
+    found = Path(traces or "").parent / "fixtures/topology"
+    if not traces or not found.is_dir():
         pytest.skip("no recorded topologies beside SAGELLM_TRACES")
-    return read_recorded([(name, path.read_text(encoding="utf-8"))])
+    return found
+
+
+def recorded(name: str, file: str) -> TopologyInfo:
+    return read_recorded([(name, (folder() / file).read_text(encoding="utf-8"))])
 
 
 def same_four(near: str, far: str) -> Label:
@@ -61,6 +67,66 @@ def test_edges_between_chips(name: str, file: str, prefix: str, count: int, labe
         (f"{prefix}:{i}", f"{prefix}:{j}"): label(i, j) for i in range(count) for j in range(count) if i != j
     }
     assert not info.missing
+
+
+@pytest.mark.parametrize(("name", "file"), [row[:2] for row in MATRICES if row[0] != "rocm-smi"])
+def test_every_cell(name: str, file: str) -> None:
+    """Beside a reader that only splits at blanks."""
+    info, text = recorded(name, file), (folder() / file).read_text(encoding="utf-8")
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    [columns] = [
+        words for words in lines if words and words[0] in ("GPU0", "NPU0") and words[1] in ("GPU1", "NPU1")
+    ]
+    columns = [word for word in columns if re.fullmatch(r"(GPU|NPU|NIC)\d+", word)]
+    rows = {
+        words[0]: words[1 : len(columns) + 1]
+        for words in lines
+        if len(words) > len(columns) and words[0] in columns
+    }
+    rows = {row: cells for row, cells in rows.items() if "X" in cells}
+    device_of = dict(
+        zip(columns, (d.name for d in info.devices if d.kind is not DeviceKind.CPU), strict=True)
+    )
+    if name == "nvidia-smi":
+        assert device_of["NIC1"] == "nic:mlx5_1"
+    expected = {
+        (device_of[row], device_of[column]): cell
+        for row, cells in rows.items()
+        for column, cell in zip(columns, cells, strict=True)
+        if cell not in ("X", "NA")
+    }
+    assert {(link.source, link.target): link.detail for link in info.links} == expected
+
+
+@pytest.mark.parametrize("machine", ["g6.48xl", "p4d.24xl", "p5.48xl_8xH100_32xEFA", "p6-b200.48xl"])
+def test_every_pci_path(machine: str) -> None:
+    """Beside a reader that asks how many lists of parents two devices share."""
+    file = f"hwloc_aws_{machine}.xml"
+    info = recorded("hwloc", file)
+    root = ET.parse(folder() / file).getroot()
+    parent = {child: element for element in root.iter() for child in element}
+    above: dict[str, list[ET.Element]] = {}
+    for element in root.iter("object"):
+        if element.get("type") == "PCIDev":
+            chain = [element]
+            while chain[-1] in parent:
+                chain.append(parent[chain[-1]])
+            above[element.get("pci_busid", "")] = chain[1:]
+    pci = {device.name: device.pci for device in info.devices if device.pci}
+    for link in info.links:
+        if link.source not in pci or link.target not in pci:
+            continue
+        first, other = above[pci[link.source]], above[pci[link.target]]
+        meet = next(element for element in first if element in other)
+        if meet.get("type") == "Machine":
+            expected = LinkKind.SYS
+        elif meet.get("type") == "Package":
+            expected = LinkKind.NODE
+        elif meet.get("bridge_type") == "0-1":
+            expected = LinkKind.PHB
+        else:
+            expected = LinkKind.PIX if max(first.index(meet), other.index(meet)) <= 1 else LinkKind.PXB
+        assert link.kind is expected, link
 
 
 def test_nics_of_the_h100s() -> None:
@@ -118,14 +184,10 @@ def test_a_visible_part_of_an_a3() -> None:
 
 
 def test_measured_figures() -> None:
-    traces = os.environ.get("SAGELLM_TRACES")
-    folder = Path(traces or "").parent / "fixtures/topology"
     files = {
-        "nvidia-smi": folder / "nvidia_topo_m_4xRTX6000Ada_pcie_2numa.txt",
-        "p2pBandwidthLatencyTest": folder / "nvidia_p2pBandwidthLatencyTest_4xRTX6000Ada.txt",
+        "nvidia-smi": folder() / "nvidia_topo_m_4xRTX6000Ada_pcie_2numa.txt",
+        "p2pBandwidthLatencyTest": folder() / "nvidia_p2pBandwidthLatencyTest_4xRTX6000Ada.txt",
     }
-    if not traces or not folder.is_dir():
-        pytest.skip("no recorded topologies beside SAGELLM_TRACES")
     info = read_recorded([(name, file.read_text(encoding="utf-8")) for name, file in files.items()])
     link = info.link("cuda:2", "cuda:0")
     assert link is not None

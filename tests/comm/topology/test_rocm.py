@@ -42,6 +42,22 @@ def test_a_node_of_minus_one_is_unknown_and_hops_cost_latency() -> None:
     assert far.latency_s > near.latency_s
 
 
+def test_pcie_between_nodes_is_sys_and_else_a_guess() -> None:
+    text = rocm_text(4, lambda i, j: "PCIE", lambda i, j: 2, [0, 0, 1, 1])
+    info = parse_output("rocm-smi", text)
+    near, far = info.link("rocm:0", "rocm:1"), info.link("rocm:0", "rocm:2")
+    assert near is not None
+    assert far is not None
+    assert (near.kind, near.confidence) == (LinkKind.NODE, Confidence.ASSUMED)
+    assert (far.kind, far.confidence) == (LinkKind.SYS, Confidence.REPORTED)
+
+
+def test_hygons_lines_have_no_colon() -> None:
+    form = "{word}[{i}]          : (Topology) Numa Node {node}"
+    text = rocm_text(2, lambda i, j: "HSW", lambda i, j: 1, [0, 1], word="HCU", node_form=form)
+    assert [device.numa_node for device in parse_output("hy-smi", text).devices] == [0, 1]
+
+
 def test_hygons_labels() -> None:
     text = rocm_text(8, lambda i, j: "HSW", lambda i, j: 1, [i // 4 for i in range(8)], word="HCU")
     info = parse_output("hy-smi", text)

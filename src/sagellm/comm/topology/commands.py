@@ -12,7 +12,7 @@ from contextlib import suppress
 
 LIMIT_S = 5.0
 MAX_BYTES = 4 << 20
-_PIECE = 1 << 16
+_PIECE, _POLL_S = 1 << 16, 0.01
 
 
 class CommandError(Exception):
@@ -23,7 +23,7 @@ def run_command(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     """What a command prints, errors included, in the C locale.
 
     Raises `CommandError` where it cannot be started, fails, takes longer, or prints more than `MAX_BYTES`.
-    Then it is killed with all that it started; one that the kernel does not let die is left behind.
+    Its process group is killed at the end; a process that the kernel does not let die is left behind.
     """
     environment = {**os.environ, "LC_ALL": "C", "NO_COLOR": "1"}
     try:
@@ -35,40 +35,59 @@ def run_command(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
         raise CommandError(error.strerror or str(error)) from error
     assert process.stdout is not None
     try:
-        output = _read(process.stdout.fileno(), time.monotonic() + limit_s, limit_s)
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired as error:
-            raise CommandError(f"did not end within {limit_s:g} s") from error
+        output = _read(process, process.stdout.fileno(), limit_s)
     finally:
         process.stdout.close()
         _kill(process)
     text = output.decode(errors="replace")
-    if status:
+    if process.returncode:
         said = next((line.strip() for line in text.splitlines() if line.strip()), "")
-        raise CommandError(f"exit status {status}{': ' if said else ''}{said[:200]}")
+        raise CommandError(f"exit status {process.returncode}{': ' if said else ''}{said[:200]}")
     return text
 
 
-def _read(fd: int, until_s: float, limit_s: float) -> bytes:
+def _read(process: subprocess.Popen[bytes], fd: int, limit_s: float) -> bytes:
+    """All output until the process ends; a child may hold the pipe longer."""
+    until_s = time.monotonic() + limit_s
     pieces: list[bytes] = []
-    size = 0
+    size, is_open = 0, True
+    os.set_blocking(fd, False)
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         while True:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or not selector.select(left_s):
-                raise CommandError(f"no end of its output within {limit_s:g} s")
-            piece = os.read(fd, _PIECE)
-            if not piece:
+            # Asked before the pipe is read: what it printed before its end is in the pipe.
+            has_ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            piece = _piece(fd) if is_open else b""
+            if piece:
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_BYTES:
+                    raise CommandError(f"printed more than {MAX_BYTES >> 20} MB")
+                continue
+            is_open = is_open and piece is None
+            if has_ended:
                 return b"".join(pieces)
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_BYTES:
-                raise CommandError(f"printed more than {MAX_BYTES >> 20} MB")
+            if time.monotonic() >= until_s:
+                raise CommandError(f"did not end within {limit_s:g} s")
+            if is_open:
+                selector.select(_POLL_S)
+            else:
+                time.sleep(_POLL_S)
+
+
+def _piece(fd: int) -> bytes | None:
+    """Bytes; none at the end; None if there are none yet."""
+    try:
+        return os.read(fd, _PIECE)
+    except BlockingIOError:
+        return None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the group, then reap its first process.
+
+    Until it is reaped, no other process has its id.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

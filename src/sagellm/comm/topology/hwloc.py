@@ -53,7 +53,7 @@ def parse_hwloc(text: str, provenance: str = "hwloc") -> TopologyInfo:
         )
         for name, device in named.items()
     ]
-    links = (*pci_links(named, provenance), *memory_links(named, sorted(nodes), provenance))
+    links = (*pci_links(named, provenance), *memory_links(named, cpus, provenance))
     return TopologyInfo((*cpus, *devices), links)
 
 
@@ -64,8 +64,11 @@ def _walk(element: ET.Element, path: tuple[str, ...], node: int | None, found: _
     kind = element.get("type")
     children = element.findall("object")
     local = [child for child in children if child.get("type") == "NUMANode"]
-    if local:  # hwloc 2: memory is a child beside the PCI bridges of its package
+    # hwloc 2: memory is a child beside the PCI bridges of its package; in 1.11 it is above them
+    if len(local) == 1 and local[0].find("object") is None:
         node = _number(local[0].get("os_index"))
+    elif local:
+        node = None
     if kind == "NUMANode":
         node = _number(element.get("os_index"))
         if node is not None:

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from sagellm.comm.topology.estimates import of_label
+from sagellm.comm.topology.estimates import PCIE_LABELS, of_label
 from sagellm.comm.topology.tools import Tool
 from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link, TopologyInfo
 
-MAX_DEVICES = 1024
+MAX_DEVICES = 256
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 _CPUS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*", re.ASCII)
-_NIC = re.compile(r"(?:NIC|mlx\d|bnxt|hns|irdma|ib|hrn|rdma)\w*", re.ASCII)
+_FIRST = re.compile(r"\d+")
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)\s*", re.ASCII)
 SELF, UNKNOWN = ("X",), ("NA", "N/A", "-")
+_CELLS = {*SELF, *UNKNOWN, *PCIE_LABELS}
+"""Words that stand in rows and not in a heading."""
 
 
 @dataclass(slots=True)
@@ -30,8 +32,8 @@ class _Row:
     is_ambiguous: bool = False
 
 
-def parse_matrix(text: str, tool: Tool, model: str = "") -> TopologyInfo:
-    """Devices and links of a tool's output. `model` names the chips, where that is known.
+def parse_matrix(text: str, tool: Tool) -> TopologyInfo:
+    """Devices and links of a tool's output.
 
     Raises `ValueError` for text without a matrix, and for a row that has fewer cells than the heading.
     Columns without a row are devices, too: a container may see a part of the machine.
@@ -44,11 +46,11 @@ def parse_matrix(text: str, tool: Tool, model: str = "") -> TopologyInfo:
         raise ValueError(f"the matrix of {tool.name} has a heading and no rows")
     device_of = {name: _device_name(name, tool, legend) for name in names}
     by_name = {row.name: row for row in rows}
-    devices = [_device(name, device_of[name], by_name.get(name), tool, model) for name in names]
+    devices = [_device(name, device_of[name], by_name.get(name), tool) for name in names]
     missing: dict[str, str] = {}
     if unclear := [row.name for row in rows if row.is_ambiguous]:
         missing[f"{tool.name}: affinity"] = f"the CPUs of {', '.join(unclear)} cannot be told from the rest"
-    links = dict(_links(rows, names, device_of, tool, model, missing))
+    links = dict(_links(rows, names, device_of, tool, missing))
     return TopologyInfo(tuple(devices), tuple(links.values()), missing)
 
 
@@ -57,16 +59,13 @@ def _heading(lines: Sequence[str], tool: Tool) -> tuple[list[str], list[str], in
     for number, line in enumerate(lines):
         match = _AFFINITY.search(line)
         names = (line[: match.start()] if match else line).split()
-        if names and any(_number(name, tool) for name in names) and all(_is_device(n, tool) for n in names):
-            if len(set(names)) < len(names) or len(names) > MAX_DEVICES:
-                raise ValueError(f"the matrix of {tool.name} names a column twice, or has over {MAX_DEVICES}")
-            return names, _AFFINITY.findall(line), number + 1
+        if not names or not _number(names[0], tool) or not set(names).isdisjoint(_CELLS):
+            continue
+        if len(set(names)) < len(names) or len(names) > MAX_DEVICES:
+            raise ValueError(f"the matrix of {tool.name} names a column twice, or has over {MAX_DEVICES}")
+        return names, _AFFINITY.findall(line), number + 1
     rows = " or ".join(f"{row}0" for row in tool.rows)
     raise ValueError(f"no matrix of {tool.name}: no line of columns {rows}, ...")
-
-
-def _is_device(name: str, tool: Tool) -> bool:
-    return bool(_number(name, tool)) or _NIC.fullmatch(name) is not None
 
 
 def _rows(lines: Sequence[str], names: Sequence[str], headings: Sequence[str]) -> Iterator[_Row]:
@@ -131,18 +130,18 @@ def _device_name(name: str, tool: Tool, legend: Mapping[str, str]) -> str:
     return f"{tool.prefix}:{int(number)}" if number else f"nic:{legend.get(name, name)}"
 
 
-def _device(name: str, full_name: str, row: _Row | None, tool: Tool, model: str) -> Device:
+def _device(name: str, full_name: str, row: _Row | None, tool: Tool) -> Device:
     if not _number(name, tool):
         return Device(full_name, DeviceKind.NIC)
     affinity = row.affinity if row else {}
-    node = affinity.get("NUMA Affinity", affinity.get("Node Affinity", ""))
+    # Of several nodes the first has the CPUs; the others are memory of GPUs.
+    node = _FIRST.match(affinity.get("NUMA Affinity", affinity.get("Node Affinity", "")))
     cpus = affinity.get("CPU Affinity", "")
     return Device(
         full_name,
         tool.kind,
         tool.vendor,
-        model,
-        numa_node=int(node) if node.isdecimal() else None,
+        numa_node=int(node[0]) if node else None,
         cpus=cpus if _CPUS.fullmatch(cpus) else "",
     )
 
@@ -152,13 +151,12 @@ def _links(
     names: Sequence[str],
     device_of: Mapping[str, str],
     tool: Tool,
-    model: str,
     missing: dict[str, str],
 ) -> Iterator[tuple[tuple[str, str], Link]]:
     """One for each cell; two where the column has no row."""
     confidence = Confidence.ASSUMED if tool.is_assumed else Confidence.REPORTED
-    provenance = " ".join(tool.command)
-    estimate = cache(partial(of_label, own=tool.labels, model=model))
+    provenance = tool.provenance
+    estimate = cache(partial(of_label, own=tool.labels))
     have_rows = {row.name for row in rows}
     for row in rows:
         for column, label in zip(names, row.cells, strict=True):

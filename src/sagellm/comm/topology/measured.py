@@ -17,7 +17,7 @@ def parse_p2p(text: str) -> dict[tuple[str, str], tuple[float, float | None]]:
     """Bytes/s and seconds from one CUDA device to another.
 
     Raises `ValueError` without a matrix of unidirectional bandwidth, P2P enabled. Figures that are not above
-    zero are left out, since a pair without P2P prints zeros.
+    zero are left out. The test numbers devices as CUDA does: set CUDA_DEVICE_ORDER=PCI_BUS_ID for it.
     """
     bandwidth, latency = _matrix(text, _BANDWIDTH), _matrix(text, _LATENCY)
     if not bandwidth:
@@ -37,6 +37,9 @@ def with_measured(
     A pair without a link gets one of the farthest kind: bytes were copied, and no source says how.
     """
     names = {device.name for device in info.devices}
+    missing = dict(info.missing)
+    if unknown := sorted({name for pair in figures for name in pair} - names):
+        missing[TEST] = f"figures of {', '.join(unknown)}, which no other source names, are left out"
     links = {(link.source, link.target): link for link in info.links}
     for pair, (rate, latency_s) in figures.items():
         if not names.issuperset(pair):
@@ -48,7 +51,7 @@ def with_measured(
             latency_s=link.latency_s if latency_s is None else latency_s,
             figures=Confidence.MEASURED,
         )
-    return replace(info, links=tuple(links.values()))
+    return replace(info, links=tuple(links.values()), missing=missing)
 
 
 def _matrix(text: str, title: re.Pattern[str]) -> dict[tuple[str, str], float]:

@@ -15,8 +15,9 @@ PROVENANCE = "NVML"
 PCIE_GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """In first direction, by generation, coding deducted."""
 KIND_OF_LEVEL = {10: LinkKind.PIX, 20: LinkKind.PXB, 30: LinkKind.PHB, 40: LinkKind.NODE, 50: LinkKind.SYS}
-NVLINK_VERSIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
-"""By NVML's number, which also counts 2.2 and 3.1."""
+TYPE_GPU, TYPE_SWITCH = 0, 2
+"""What is at the other end of an NVLink. Others, as a Power CPU, are no way to another GPU."""
+SWITCH = "switch"
 INTERNAL = 0
 """Two GPUs on one board."""
 P2P_READ = 0
@@ -34,7 +35,7 @@ class _Gpu:
     gb_per_s: float
     nvlink_version: int
     num_nvlinks: dict[str, int]
-    """By bus id of what is at the other end."""
+    """By bus id of the GPU at the other end; `SWITCH` for all that end at switches."""
 
 
 def read_nvml(library: Any) -> TopologyInfo:
@@ -44,11 +45,10 @@ def read_nvml(library: Any) -> TopologyInfo:
     """
     library.nvmlInit()
     try:
-        gpus = [_gpu(library, number) for number in range(library.nvmlDeviceGetCount())]
+        found = [_gpu(library, number) for number in range(library.nvmlDeviceGetCount())]
+        gpus = [gpu for gpu in found if gpu is not None]
         links = tuple(
-            link
-            for first, other in itertools.permutations(gpus, 2)
-            for link in _links(library, first, other, gpus)
+            link for first, other in itertools.permutations(gpus, 2) for link in _links(library, first, other)
         )
     finally:
         with suppress(library.NVMLError):
@@ -56,14 +56,18 @@ def read_nvml(library: Any) -> TopologyInfo:
     return TopologyInfo(tuple(gpu.device for gpu in gpus), links)
 
 
-def _gpu(library: Any, number: int) -> _Gpu:
+def _gpu(library: Any, number: int) -> _Gpu | None:
+    """None for a GPU that is lost."""
+
     def ask(call: Callable[..., Any], *arguments: Any, default: Any) -> Any:
         try:
             return call(*arguments)
         except library.NVMLError:  # an old driver, a virtual GPU, no permission
             return default
 
-    handle = library.nvmlDeviceGetHandleByIndex(number)
+    handle = ask(library.nvmlDeviceGetHandleByIndex, number, default=None)
+    if handle is None:
+        return None
     pci = ask(library.nvmlDeviceGetPciInfo, handle, default=None)
     memory = ask(library.nvmlDeviceGetMemoryInfo, handle, default=None)
     generation = ask(library.nvmlDeviceGetMaxPcieLinkGeneration, handle, default=0)
@@ -72,9 +76,12 @@ def _gpu(library: Any, number: int) -> _Gpu:
     for link in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18)):
         if not ask(library.nvmlDeviceGetNvLinkState, handle, link, default=0):
             continue
-        remote = ask(library.nvmlDeviceGetNvLinkRemotePciInfo, handle, link, default=None)
-        end = _bus_id(remote)
-        ends[end] = ends.get(end, 0) + 1
+        kind = ask(library.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link, default=None)
+        end = SWITCH if kind == TYPE_SWITCH else ""
+        if kind == TYPE_GPU:
+            end = _bus_id(ask(library.nvmlDeviceGetNvLinkRemotePciInfo, handle, link, default=None))
+        if end:
+            ends[end] = ends.get(end, 0) + 1
     version = ask(library.nvmlDeviceGetNvLinkVersion, handle, 0, default=0) if ends else 0
     name = _text(ask(library.nvmlDeviceGetName, handle, default=""))
     device = Device(
@@ -85,20 +92,16 @@ def _gpu(library: Any, number: int) -> _Gpu:
         device,
         device.pci,
         PCIE_GB_PER_LANE.get(generation, 0.0) * width,
-        NVLINK_VERSIONS.get(version, 0),
+        version,
         ends,
     )
 
 
-def _links(library: Any, first: _Gpu, other: _Gpu, gpus: list[_Gpu]) -> Iterator[Link]:
+def _links(library: Any, first: _Gpu, other: _Gpu) -> Iterator[Link]:
     """NVLinks if there are any, else the PCI path."""
-    buses = {gpu.bus_id for gpu in gpus}
-    direct = first.num_nvlinks.get(other.bus_id, 0)
-    # Links that end at no GPU end at switches, through which each GPU reaches each other at full rate.
-    switched = [
-        sum(count for bus, count in gpu.num_nvlinks.items() if bus not in buses) for gpu in (first, other)
-    ]
-    num_links = direct or min(switched)
+    # Through switches each GPU reaches each other at full rate.
+    switched = min(gpu.num_nvlinks.get(SWITCH, 0) for gpu in (first, other))
+    num_links = first.num_nvlinks.get(other.bus_id, 0) or switched
     if num_links:
         yield _link(first, other, nvlink(num_links, first.nvlink_version), f"NV{num_links}")
         return

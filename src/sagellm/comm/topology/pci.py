@@ -11,11 +11,16 @@ from sagellm.comm.topology.estimates import PCIE_GB_PER_S, pcie
 from sagellm.comm.topology.tools import TOOLS, Tool
 from sagellm.core.protocols.topology import Device, DeviceKind, Link, LinkKind
 
-ACCELERATOR_CLASSES = (0x0300, 0x0302, 0x0380, 0x0B40, 0x1200)
 NIC_BASE_CLASS = 0x02
 IDLE_GB_PER_S = 4.0
 """A GPU that does nothing slows its PCIe link down to its first generation, so less says nothing."""
 _TOOL_OF = {vendor: tool for tool in TOOLS for vendor in tool.pci_vendors}
+
+
+def tool_of(vendor_id: int, class_id: int) -> Tool | None:
+    """The row of an accelerator's vendor; None for another PCI device."""
+    tool = _TOOL_OF.get(vendor_id)
+    return tool if tool and class_id in tool.pci_classes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class PciDevice:
     @property
     def tool(self) -> Tool | None:
         """Of the vendor, for an accelerator."""
-        return _TOOL_OF.get(self.vendor_id) if self.class_id in ACCELERATOR_CLASSES else None
+        return tool_of(self.vendor_id, self.class_id)
 
     @property
     def is_nic(self) -> bool:
@@ -57,7 +62,8 @@ class PciDevice:
 def devices_of(found: Iterable[PciDevice]) -> dict[str, PciDevice]:
     """Accelerators and NICs by name.
 
-    The accelerators of each vendor are numbered by bus id, as drivers do.
+    The accelerators of each vendor are numbered by bus id. Drivers may number otherwise, so what a vendor's
+    own tool says is joined by `manager.aligned`.
     """
     named: dict[str, PciDevice] = {}
     numbers: Counter[str] = Counter()
@@ -73,9 +79,7 @@ def devices_of(found: Iterable[PciDevice]) -> dict[str, PciDevice]:
 
 def as_device(name: str, found: PciDevice, cpus: str = "") -> Device:
     kind = found.tool.kind if found.tool else DeviceKind.NIC
-    is_fabric = found.is_fabric
-    if kind is DeviceKind.NIC and is_fabric is None:
-        is_fabric = bool(found.rdma)
+    is_fabric = bool(found.rdma) if found.is_fabric is None else found.is_fabric
     return Device(
         name, kind, found.tool.vendor if found.tool else "", found.model, 0, found.numa_node, cpus,
         found.bus_id, found.state, found.link_layer, is_fabric if kind is DeviceKind.NIC else None,
@@ -111,14 +115,16 @@ def pci_links(named: Mapping[str, PciDevice], provenance: str) -> Iterator[Link]
         )  # fmt: skip
 
 
-def memory_links(named: Mapping[str, PciDevice], nodes: Sequence[int], provenance: str) -> Iterator[Link]:
+def memory_links(named: Mapping[str, PciDevice], cpus: Sequence[Device], provenance: str) -> Iterator[Link]:
     """Between devices and the memory of their NUMA nodes, or of the only node."""
+    cpu_of = {cpu.numa_node: cpu.name for cpu in cpus if cpu.numa_node is not None}
+    only = cpus[0].name if len(cpus) == 1 else None
     for name, device in named.items():
-        node = device.numa_node if device.numa_node is not None else (nodes[0] if len(nodes) == 1 else None)
-        if node not in nodes:
+        cpu = only if device.numa_node is None else cpu_of.get(device.numa_node)
+        if cpu is None:
             continue
         found = pcie(LinkKind.PHB, device.rate)
-        for pair in ((name, f"cpu:{node}"), (f"cpu:{node}", name)):
+        for pair in ((name, cpu), (cpu, name)):
             yield Link(
                 *pair, LinkKind.PHB, found.bandwidth_bytes_per_s, found.latency_s, provenance,
                 detail=LinkKind.PHB.name,

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache, partial
 
-from sagellm.comm.topology.estimates import of_label
+from sagellm.comm.topology.estimates import of_label, pcie
 from sagellm.comm.topology.tools import Tool
-from sagellm.core.protocols.topology import Confidence, Device, Link, TopologyInfo
+from sagellm.core.protocols.topology import Confidence, Device, Link, LinkKind, TopologyInfo
 
-_TITLE = re.compile(r"=+\s*(.*?)\s*=+\s*")
-_NODE = re.compile(r"\s*[A-Z]+\s*\[?(\d+)\]?\s*:\s*\(Topology\) Numa Node:\s*(-?\d+)\s*", re.ASCII)
+_NODE = re.compile(r"\s*[A-Z]+\s*\[?(\d+)\]?\s*:\s*\(Topology\) Numa Node:?\s*(-?\d+)\s*", re.ASCII)
+PCIE = "PCIE"
 HOPS, LINK_TYPE = "hops between two", "link type between two"
 
 
 def parse_rocm(text: str, tool: Tool) -> TopologyInfo:
     """Devices, links and NUMA nodes.
 
-    A path of several hops gets the bandwidth of one hop and the latency of all. Raises `ValueError` where
+    A path of several hops gets the bandwidth of one hop and the latency of all. 'PCIE' says nothing about
+    bridges: it is `SYS` between NUMA nodes, and assumed to be `NODE` within one. Raises `ValueError` where
     the block of link types is missing, or a row is shorter than its heading.
     """
     blocks = _blocks(text)
@@ -33,7 +33,8 @@ def parse_rocm(text: str, tool: Tool) -> TopologyInfo:
         node = nodes.get(number, -1)
         name = f"{tool.prefix}:{number}"
         devices.append(Device(name, tool.kind, tool.vendor, numa_node=node if node >= 0 else None))
-    links = tuple(_links(types, hops, tool, missing))
+    node_of = {device.name: device.numa_node for device in devices}
+    links = tuple(_links(types, hops, node_of, tool, missing))
     return TopologyInfo(tuple(devices), links, missing)
 
 
@@ -44,8 +45,8 @@ def _blocks(text: str) -> dict[str, dict[int, dict[int, str]]]:
     columns: list[int] = []
     for line in text.splitlines():
         words = line.split()
-        if match := _TITLE.fullmatch(line):
-            rows, columns = blocks.setdefault(match[1].lower(), {}), []
+        if line.startswith("="):
+            rows, columns = blocks.setdefault(line.strip("= \t").lower(), {}), []
             continue
         numbers = [_number(word) for word in words]
         if words and None not in numbers:
@@ -66,6 +67,7 @@ def _number(word: str) -> int | None:
 def _links(
     types: Mapping[int, Mapping[int, str]],
     hops: Mapping[int, Mapping[int, str]],
+    node_of: Mapping[str, int | None],
     tool: Tool,
     missing: dict[str, str],
 ) -> Iterator[Link]:
@@ -81,9 +83,13 @@ def _links(
                 continue
             count = hops.get(row, {}).get(column, "1")
             num_hops = int(count) if count.isdecimal() and 0 < int(count) <= 64 else 1
-            found = replace(found, latency_s=found.latency_s * num_hops)
+            ends = f"{tool.prefix}:{row}", f"{tool.prefix}:{column}"
+            sure = confidence
+            if label == PCIE:
+                nodes = {node_of[end] for end in ends}
+                found = pcie(LinkKind.SYS if len(nodes) == 2 else LinkKind.NODE)
+                sure = Confidence.ASSUMED if None in nodes or len(nodes) == 1 else confidence
             yield Link(
-                f"{tool.prefix}:{row}", f"{tool.prefix}:{column}", found.kind, found.bandwidth_bytes_per_s,
-                found.latency_s, " ".join(tool.command), confidence,
-                detail=label if num_hops == 1 else f"{label} x{num_hops}",
+                *ends, found.kind, found.bandwidth_bytes_per_s, num_hops * found.latency_s, tool.provenance,
+                sure, detail=label if num_hops == 1 else f"{label} x{num_hops}",
             )  # fmt: skip

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from sagellm.comm.topology.estimates import GB
 from sagellm.comm.topology.pci import (
-    ACCELERATOR_CLASSES,
     NIC_BASE_CLASS,
     PciDevice,
     as_device,
     devices_of,
     memory_links,
     pci_links,
+    tool_of,
 )
+from sagellm.comm.topology.rdma import ACTIVE, is_fabric_port
 from sagellm.core.numa import cpus_of_node
 from sagellm.core.protocols.topology import Device, DeviceKind, Link, LinkKind, TopologyInfo
 
@@ -26,14 +27,13 @@ LOCAL_GB_PER_S, LOCAL_DISTANCE = 20.0, 10
 _BUS_ID = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _SPEED = re.compile(r"([\d.]+) GT/s", re.ASCII)
-_NO_GUID = re.compile(r"[0:]*")
 _OLD_RATES = (2.5, 5.0)
 
 
 def read_sysfs(root: Path = Path("/")) -> TopologyInfo:
     """Never raises for what is there or missing. A machine that names no node is `cpu:0`."""
     cpus = list(_cpus(root))
-    nodes = [device.numa_node or 0 for device in cpus]
+    nodes = [device.numa_node for device in cpus if device.numa_node is not None]
     missing: dict[str, str] = {}
     found, folder = [], root / "sys/bus/pci/devices"
     try:
@@ -42,11 +42,14 @@ def read_sysfs(root: Path = Path("/")) -> TopologyInfo:
         missing["/sys/bus/pci"] = error.strerror or str(error)
     named = devices_of(found)
     near = {device.numa_node: device.cpus for device in cpus}
-    devices = [as_device(name, each, near.get(each.numa_node, "")) for name, each in named.items()]
+    devices = [
+        as_device(name, each, near.get(each.numa_node, "") if each.numa_node is not None else "")
+        for name, each in named.items()
+    ]
     devices += list(_virtual_nics(root, {name for each in found for name in each.net}))
     links = (
         *pci_links(named, PROVENANCE),
-        *memory_links(named, nodes, PROVENANCE),
+        *memory_links(named, cpus, PROVENANCE),
         *_node_links(root, nodes),
     )
     return TopologyInfo((*cpus, *devices), links, missing)
@@ -57,7 +60,10 @@ def _cpus(root: Path) -> Iterator[Device]:
     numbers = sorted(int(name[4:]) for name in _names(folder) if re.fullmatch(r"node\d+", name, re.ASCII))
     for number in numbers:
         text = _read(folder / f"node{number}/cpulist")
-        has_cpus = bool(cpus_of_node(number, root))
+        try:
+            has_cpus = bool(cpus_of_node(number, root))
+        except ValueError:
+            text, has_cpus = "", True
         yield Device(
             f"cpu:{number}",
             DeviceKind.CPU,
@@ -92,13 +98,19 @@ def _node_links(root: Path, nodes: list[int]) -> Iterator[Link]:
 
 
 def _pci_device(entry: Path) -> PciDevice | None:
-    """A device that may be an accelerator or a NIC, else None."""
+    """An accelerator or a NIC; None for others, and what a guest has.
+
+    A virtual function of an accelerator is a guest's, and what vfio drives is.
+    """
     try:
         class_id, vendor = int(_read(entry / "class"), 16) >> 8, int(_read(entry / "vendor"), 16)
         parts = entry.resolve().parts
     except (ValueError, OSError):
         return None
-    if class_id not in ACCELERATOR_CLASSES and class_id >> 8 != NIC_BASE_CLASS:
+    is_nic = class_id >> 8 == NIC_BASE_CLASS
+    if not is_nic and (tool_of(vendor, class_id) is None or (entry / "physfn").exists()):
+        return None
+    if (entry / "driver").resolve().name == "vfio-pci":
         return None
     node = _read(entry / "numa_node")
     bridges = [part for part in parts[:-1] if _BUS_ID.fullmatch(part) or _BRIDGE.fullmatch(part)]
@@ -110,16 +122,20 @@ def _pci_device(entry: Path) -> PciDevice | None:
         if virtio.startswith("virtio")
         for name in _names(entry / virtio / "net")
     ]
-    port = entry / "infiniband" / rdma[0] if rdma else entry
-    state, layer = _read(port / "ports/1/state"), _read(port / "ports/1/link_layer")
-    is_fabric = bool(rdma) if rdma or net else None
-    if layer == "Ethernet" and _NO_GUID.fullmatch(_read(port / "sys_image_guid")):
-        is_fabric = False
+    state, layer = _port(entry / "infiniband" / rdma[0]) if rdma else ("", "")
+    guid = _read(entry / "infiniband" / rdma[0] / "sys_image_guid") if rdma else ""
     return PciDevice(
         entry.name, class_id, vendor, tuple(bridges), int(node) if node.isdecimal() else None, _rate(entry),
-        rdma=tuple(rdma), net=tuple(net), state=state.partition(": ")[2], link_layer=layer,
-        is_fabric=is_fabric,
+        rdma=tuple(rdma), net=tuple(net), state=state, link_layer=layer,
+        is_fabric=bool(rdma) and is_fabric_port(layer, guid) is not False,
     )  # fmt: skip
+
+
+def _port(folder: Path) -> tuple[str, str]:
+    """State and link layer of the first active port, else of the first."""
+    ports = [folder / "ports" / number for number in _names(folder / "ports")]
+    found = [(_read(port / "state").partition(": ")[2], _read(port / "link_layer")) for port in ports]
+    return next((port for port in found if port[0] == ACTIVE), found[0] if found else ("", ""))
 
 
 def _rate(entry: Path) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json as from_json_text
 
-from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, TopologyInfo
+from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link, TopologyInfo
 
 COLORS = {"nvlink": "#2e7d32", "vendor": "#2e7d32", "pix": "#1565c0", "pxb": "#1976d2", "phb": "#6d6d6d"}
 FAR_COLOR = "#b0b0b0"
@@ -21,12 +23,33 @@ def to_json(info: TopologyInfo) -> str:
 def from_json(text: str) -> TopologyInfo:
     """A declared topology. Raises `ValueError` that names each wrong field."""
     try:
-        return TypeAdapter(TopologyInfo).validate_json(text)
+        info = TypeAdapter(TopologyInfo).validate_json(text)
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()[:5]
         )
         raise ValueError(f"the declared topology is wrong: {wrong}") from error
+    _refuse_unknown(from_json_text(text))
+    return info
+
+
+def _refuse_unknown(given: object) -> None:
+    """Raise `ValueError` for a field that no device or link has."""
+    known = {"devices": Device, "links": Link}
+    if not isinstance(given, dict):
+        return
+    for key, items in given.items():
+        if key not in known:
+            if key != "missing":
+                raise ValueError(f"the declared topology is wrong: {key}: there are devices, links, missing")
+            continue
+        names = {each.name for each in fields(known[key])}
+        for number, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict) and (odd := sorted(item.keys() - names)):
+                known_names = ", ".join(sorted(names))
+                raise ValueError(
+                    f"the declared topology is wrong: {key}.{number}.{odd[0]}: there are {known_names}"
+                )
 
 
 def matrix(info: TopologyInfo) -> str:

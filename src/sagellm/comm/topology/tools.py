@@ -21,7 +21,8 @@ class OutputForm(Enum):
 class Tool:
     """A vendor's chips and its command.
 
-    `prefix` begins the names of its devices, `pci_vendors` are its PCI vendor ids. `rows`: what the tool
+    `prefix` begins the names of its devices; `pci_vendors` and `pci_classes` (class and subclass) say which
+    PCI devices they are, and `is_in_pci_order` that the tool numbers them by PCI id. `rows`: what the tool
     calls its devices. `labels`: its own words for links, beside NVIDIA's words for PCIe. `is_assumed`: no
     recorded output was at hand, so the form is a reconstruction from descriptions.
     """
@@ -32,20 +33,30 @@ class Tool:
     prefix: str
     kind: DeviceKind
     pci_vendors: tuple[int, ...]
+    pci_classes: tuple[int, ...] = (0x0300, 0x0302, 0x0380, 0x0B40, 0x1200)
+    is_in_pci_order: bool = False
     rows: tuple[str, ...] = ("GPU",)
     labels: Mapping[str, Estimate] = field(default_factory=dict)
     form: OutputForm = OutputForm.MATRIX
     is_assumed: bool = False
+
+    @property
+    def provenance(self) -> str:
+        """What is named as the source of a link."""
+        return " ".join(word for word in self.command if word != "-n")
 
 
 _MULTIPLE_SWITCHES, _THROUGH_CPU = pcie(LinkKind.PXB), pcie(LinkKind.NODE)
 _ROCM_LABELS = {"XGMI": vendor_link(50.0), "PCIE": _THROUGH_CPU}
 
 TOOLS: tuple[Tool, ...] = (
-    Tool("nvidia-smi", ("nvidia-smi", "topo", "-m"), "nvidia", "cuda", DeviceKind.GPU, (0x10DE,)),
+    Tool(
+        "nvidia-smi", ("nvidia-smi", "topo", "-m"), "nvidia", "cuda", DeviceKind.GPU, (0x10DE,),
+        pci_classes=(0x0300, 0x0302), is_in_pci_order=True,
+    ),
     Tool(
         "npu-smi", ("npu-smi", "info", "-t", "topo"), "huawei", "npu", DeviceKind.NPU, (0x19E5,),
-        rows=("NPU", "Phy-ID"),
+        pci_classes=(0x1200,), rows=("NPU", "Phy-ID"),
         labels={
             "HCCS": vendor_link(28.0), "HCCS_SW": vendor_link(28.0), "SIO": vendor_link(200.0),
             "UB": vendor_link(50.0),
@@ -57,7 +68,7 @@ TOOLS: tuple[Tool, ...] = (
     ),
     Tool(
         "rocm-smi", ("rocm-smi", "--showtopo"), "amd", "rocm", DeviceKind.GPU, (0x1002,),
-        labels=_ROCM_LABELS, form=OutputForm.ROCM,
+        pci_classes=(0x0302, 0x0380, 0x1200), labels=_ROCM_LABELS, form=OutputForm.ROCM,
     ),
     Tool(
         "hy-smi", ("hy-smi", "--showtopo"), "hygon", "hcu", DeviceKind.GPU, (0x1D94,), rows=("HCU", "GPU"),

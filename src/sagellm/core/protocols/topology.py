@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,6 +78,12 @@ class Device:
     link_layer: str = ""
     is_fabric: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 0 or (self.numa_node is not None and self.numa_node < 0):
+            raise ValueError(
+                f"device {self.name}: memory and NUMA node are not negative; leave out an unknown one"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -97,7 +104,9 @@ class Link:
     detail: str = ""
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:
+        if self.source == self.target:
+            raise ValueError(f"link {self.source} -> {self.target}: a device has no link to itself")
+        if not 0 < self.bandwidth_bytes_per_s < math.inf or not 0 <= self.latency_s < math.inf:
             raise ValueError(f"link {self.source} -> {self.target}: bandwidth must be > 0 and latency >= 0")
 
     def transfer_s(self, num_bytes: int) -> float:
