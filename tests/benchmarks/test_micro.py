@@ -14,7 +14,17 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import (
+    collectives,
+    interconnect,
+    kv_bytes,
+    kv_pool,
+    kv_tiers,
+    memory,
+    overlap,
+    prefix_cache,
+    scheduler_ir,
+)
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -61,6 +71,7 @@ def tiny(*variants: str) -> MicroBenchPlan:
         memory_blocks=256,
         paths=(64,),
         moved_mb=32,
+        buffers_kb=(1, 20),
         rounds=1,
         repeats=2,
     )
@@ -113,6 +124,16 @@ def test_bytes_are_moved_beside_their_references() -> None:
     disk = {kv_bytes.WRITE, kv_bytes.READ, kv_bytes.RAW_WRITE, kv_bytes.RAW_READ}
     assert cells(rows) == {("host", case, 32) for case in host} | {("disk", case, 32) for case in disk}
     assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
+
+
+def test_collectives_have_every_row() -> None:
+    rows = measured(collectives.BENCHMARK, "r", tiny("2")).rows
+    cases = {row.case for row in rows}
+    assert {f"all_reduce: {collectives.BESIDE_GLOO}", f"all_reduce: {collectives.BESIDE_COPY}"} < cases
+    assert cells(rows) == {("2", case, size) for case in cases for size in (1, 20)}
+    assert all(row.value > 0 and row.timing is None for row in rows)
+    with pytest.raises(UnknownNameError, match="cannot measure 'two' ranks"):
+        measured(collectives.BENCHMARK, "r", tiny("two"))
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:
@@ -301,3 +322,24 @@ def test_scheduler_steps_are_timed_for_each_strategy() -> None:
     ]
     with pytest.raises(UnknownNameError, match="nope"):
         run(scheduler_ir.BENCHMARK, MicroBenchReport("scheduler_ir", environment(DAY), tiny("nope")), "e")
+
+
+def test_overlap_hides_matched_tasks_on_the_simulated_clock_and_runs_threads() -> None:
+    plan = dataclasses.replace(tiny(*overlap.NAMES), tasks=(8,), pieces=4, task_ms=0.5)
+    report = measured(overlap.BENCHMARK, "hp", plan)
+    hidden = {(row.variant, row.case): row.value for row in report.rows if row.case.endswith(overlap.HIDDEN)}
+    assert len(hidden) == 12
+    assert all(0 <= share <= 100 for share in hidden.values())
+    assert {share for (variant, _), share in hidden.items() if variant == "simulated"} == {75.0}
+    assert sum(row.section == "p" for row in report.rows) == 3
+    with pytest.raises(UnknownNameError, match="Did you mean 'waiting'"):
+        measured(overlap.BENCHMARK, "h", tiny("wait"))
+
+
+def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
+    report = measured(interconnect.BENCHMARK, "o", tiny("emulated"))
+    assert {row.case for row in report.rows} == {
+        "memory_info, adapter",
+        *(f"{name}, {way}" for name in ("all_reduce", "broadcast")
+          for way in (interconnect.ADAPTER, interconnect.PLAIN, interconnect.ADDED)),
+    }  # fmt: skip

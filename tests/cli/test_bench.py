@@ -29,7 +29,7 @@ def test_help(cli: Any, command: list[str]) -> None:
 
 BENCHES = (
     "conversation", "engine", "fairness", "http", "lifetime", "micro eviction", "micro fusion",
-    "micro kv_pool", "micro prefix_cache", "micro scheduler_ir",
+    "micro interconnect", "micro kv_pool", "micro overlap", "micro prefix_cache", "micro scheduler_ir",
 )  # fmt: skip
 
 

@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 
-from sagellm.accel.fusion.cpu.library import cache_folder
 from sagellm.cli import doctor
 from sagellm.cli._loading import as_text
 from sagellm.cli._settings import Settings
 from sagellm.cli.doctor import LocalDevice, devices, read_meminfo
+from sagellm.comm.interconnect.ascend import Ascend
+from sagellm.comm.interconnect.vendor import VendorInterconnect
 from sagellm.core.extras import EXTRA_OF, install_command
+from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
+from tests.comm.interconnect.emulated_vendor import FREE_BYTES, NUM_DEVICES, EmulatedVendor
 from tests.engines.native.test_quantized_checkpoints import save_pair
 from tests.tiny_models import save_tiny
 from tests.toy_tokenizers import byte_level
@@ -314,3 +317,18 @@ def test_meminfo_is_read_in_bytes() -> None:
 )
 def test_bytes_as_text(num_bytes: int, text: str) -> None:
     assert as_text(num_bytes) == text
+
+
+def test_other_vendors_chips_are_devices_and_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(VendorInterconnect, "__init__", lambda self: setattr(self, "_root", tmp_path))
+    chip = EmulatedVendor(Ascend.info, tmp_path, monkeypatch)
+    chip.plug_in()
+    assert not [device for device in devices(has_torch=True) if device.name.startswith("npu")]
+    assert "torch_npu is not installed" in capsys.readouterr().out
+    chip.install()
+    found = [device for device in devices(has_torch=True) if device.name.startswith("npu")]
+    assert [device.name for device in found] == [f"npu:{index}" for index in range(NUM_DEVICES)]
+    assert found[1].free_bytes == FREE_BYTES - 1
+    assert found[0].description == "Huawei Ascend, links HCCS"

@@ -107,7 +107,7 @@ def engine_with(folder: Path, settings: str) -> tuple[int, int]:
 
 
 def test_every_kind_that_something_uses_has_a_file() -> None:
-    kinds = {*KINDS} - {"interconnect"}
+    kinds = {*KINDS} - {"collectives"}
     assert {name.removesuffix(".py").removeprefix("my_") for name in FILES} == {
         {"predictor": "lengths", "reuse_predictor": "reuse", "weight_format": "format",
          "trace_format": "trace"}.get(kind, kind) for kind in kinds
@@ -190,3 +190,12 @@ def test_wrong_names_and_options_are_explained(tmp_path: Path, settings: str, ex
     config = config.model_copy(update={"kv": config.kv.model_copy(update={"num_blocks": 40})})
     with pytest.raises(SageError, match=re.escape(expected)):
         build_engine(config, None if "backend" in settings else TokenMemoryBackend(40, 16))
+
+
+def test_a_chip_says_what_it_needs(folder: Path) -> None:
+    script = "from sagellm.core.registry import registry\nprint(registry('interconnect')"
+    script += ".create('my_interconnect:Mine', root='.').is_available())"
+    assert "no device: no file is named dev/xyz" in run(folder, "-c", script)
+    (folder / "dev").mkdir()
+    (folder / "dev" / "xyz0").touch()
+    assert "torch_xyz is not installed; XYZ provides it" in run(folder, "-c", script)

@@ -12,7 +12,7 @@ import pytest
 
 from sagellm.core import registry as registry_module
 from sagellm.core.errors import ConfigError, UnknownNameError
-from sagellm.core.protocols.collectives import CommBackendProtocol
+from sagellm.core.protocols.collectives import CommBackendProtocol, RankGroup
 from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import KINDS, Registry, members, registry
@@ -177,8 +177,8 @@ def test_a_path_of_the_wrong_kind_says_what_is_missing(path: str, message: str) 
 
 def test_members_are_those_of_the_protocol_and_its_bases() -> None:
     assert members(SchedulerPass) == ["__call__", "name"]
-    assert {"info", "available"} < set(members(DomesticCommBackend))
-    assert set(members(CommBackendProtocol)) < set(members(DomesticCommBackend))
+    assert {"info", "is_available"} < set(members(DomesticCommBackend))
+    assert set(members(CommBackendProtocol)) < set(members(RankGroup))
     assert members(None) == []
 
 

@@ -75,8 +75,8 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name == "fusion" and find_spec("torch") is None:
-            raise MissingExtraError("bench micro fusion", "native")
+        if name in ("fusion", "collectives", "interconnect") and find_spec("torch") is None:
+            raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
         from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
@@ -139,6 +139,25 @@ _add_micro(
     """,
 )
 _add_micro(
+    "overlap",
+    "executor",
+    "Executors: simulated, waiting, working, as a,b; default: all.",
+    """Measure how much communication is hidden behind computation, and what planning costs.
+
+    Sections: h, matched tasks in the patterns of inference: hidden share, the most idle lane, time saved;
+    p, to plan 64 to 8,192 tasks. Executors: the simulated clock, threads that wait, threads that work.
+    """,
+)
+_add_micro(
+    "interconnect",
+    "chip",
+    "Interconnects to measure, as a,b; default: emulated.",
+    """Measure what the adapter of other vendors' chips adds to a call of torch.distributed.
+
+    Section o: collectives of one rank, through the adapter and without it, and a reading of memory.
+    """,
+)
+_add_micro(
     "fusion",
     "way",
     "kernels, torch or both, as a,b; default: both.",
@@ -154,6 +173,15 @@ _add_micro(
     """Measure how long reading a topology takes, and choosing by it.
 
     Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
+    """,
+)
+_add_micro(
+    "collectives",
+    "ranks",
+    "Numbers of ranks, 2 to 4, as a,b; default: 2.",
+    """Measure collectives in shared memory beside gloo, from 1 KB to 64 MB, on ranks of this host.
+
+    Sections: r, all_reduce, beside two copies of the buffer; o, the other operations. Times are wall time.
     """,
 )
 

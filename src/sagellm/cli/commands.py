@@ -16,6 +16,7 @@ from sagellm.cli import (
     doctor,
     explain,
     models,
+    overlap,
     replay,
     run,
     serve,
@@ -44,7 +45,7 @@ def version() -> None:
 app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
 app.add(topo.topo)
 app.add(watch.watch)
-app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
+app.add(replay.replay, simulate.simulate, calibrate.calibrate, overlap.overlap, explain.explain, version)
 app.add(verify.verify)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")

@@ -21,7 +21,7 @@ from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.cores import usable_cores
-from sagellm.core.errors import CapacityError, ModelError, SageError
+from sagellm.core.errors import CapacityError, ConfigError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.core.types import AttentionChunk, width
 from sagellm.engines.native import DEMO_MODEL
@@ -241,7 +241,7 @@ class LocalDevice:
 
 
 def devices(*, has_torch: bool) -> list[LocalDevice]:
-    """The GPUs, then the CPU."""
+    """Other vendors' chips, the GPUs, then the CPU."""
     found = []
     if has_torch:
         import torch
@@ -250,7 +250,25 @@ def devices(*, has_torch: bool) -> list[LocalDevice]:
             free, total = torch.cuda.mem_get_info(index)
             description = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}"
             found.append(LocalDevice(f"cuda:{index}", description, total, free))
+        found = [*_chips(), *found]
     return [*found, _cpu(has_torch=has_torch)]
+
+
+def _chips() -> Iterator[LocalDevice]:
+    """Other vendors' chips. Says what is missing where a chip is there and cannot be used."""
+    from sagellm.comm.interconnect.lookup import interconnects
+
+    for name, chip in interconnects():
+        if not chip.is_available().has_device:
+            continue
+        try:
+            info, count = chip.info, chip.device_count()
+            for index in range(count if info.device_type != "cuda" else 0):
+                memory = chip.memory_info(index)
+                what = f"{info.vendor}, links {info.link}"
+                yield LocalDevice(f"{info.device_type}:{index}", what, memory.total_bytes, memory.free_bytes)
+        except ConfigError as error:
+            _line(name, str(error))
 
 
 def _cpu(*, has_torch: bool) -> LocalDevice:

@@ -66,7 +66,9 @@ class ModelConfig(Section):
         "none", "weights in fewer bits, made when they are loaded; a quantized checkpoint needs none"
     )
     device: str = key(
-        "auto", "auto, cpu, cuda or cuda:N; auto: a GPU where there is one", pattern=r"^[a-z]+(:\d+)?$"
+        "auto",
+        "auto, cpu, cuda, cuda:N, or another chip (npu, mlu, musa); auto: a GPU or chip where there is one",
+        pattern=r"^[a-z]+(:\d+)?$",
     )
     chat_template: Word | None = key(None, "file with a chat template (Jinja); none: the model's own")
     special_tokens_in_messages: bool = key(

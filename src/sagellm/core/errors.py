@@ -16,7 +16,9 @@ SageError
 ├── KVDataError            bytes that are no KV block, or one of another format
 ├── BookkeepingError       inconsistent KV bookkeeping: a bug in the caller, never a full pool
 ├── EngineFailedError      the engine's state is lost, it must be built anew
+├── CommError              a group of ranks that is broken: a rank died, left, or did not answer
 ├── KernelError            a kernel that cannot be built, or not run on these inputs
+├── TaskFailedError        a task of an overlapped run
 └── PlanError              a plan that the verifier refuses
 """
 
@@ -25,8 +27,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from typing import TYPE_CHECKING
 
 from sagellm.core.extras import install_command
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.overlap import OverlapRun
 
 LEAST_ALIKE = 0.5
 """Share of common letters from which a name counts as misspelt."""
@@ -133,8 +139,21 @@ class EngineFailedError(SageError):
     """An error left the engine in the middle of a step. Only a new engine can continue."""
 
 
+class CommError(SageError):
+    """A group of ranks is broken. A rank died, left or did not answer; only a new group can go on."""
+
+
 class KernelError(SageError):
     """A kernel cannot be built here or cannot run on given inputs. The plain form of the operation can."""
+
+
+class TaskFailedError(SageError):
+    """A task of an overlapped run raised. `task` names it, `__cause__` is its error, `run` what ran."""
+
+    def __init__(self, message: str, task: str, run: OverlapRun) -> None:
+        super().__init__(message)
+        self.task = task
+        self.run = run
 
 
 class PlanError(SageError):

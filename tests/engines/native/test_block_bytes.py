@@ -37,7 +37,7 @@ class FakeCuda:
 
     def pool_bytes(self, pools: Pools) -> PoolBytes:
         made = PoolBytes(pools)
-        made._arrays, made._stream = [], self  # type: ignore[assignment]
+        made._arrays, made._module, made._stream = [], torch.cuda, self
         return made
 
     def _register(self, address: int, num_bytes: int, flags: int) -> int:

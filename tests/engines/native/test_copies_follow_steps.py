@@ -31,6 +31,7 @@ def test_copies_wait_for_the_stream_of_the_thread_that_begins_them(monkeypatch: 
     pool.follow_steps()
     assert stream.waited_for == []
     monkeypatch.setattr(pool, "_stream", stream)
+    monkeypatch.setattr(pool, "_module", torch.cuda)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of steps", device))
     pool.follow_steps()
     assert stream.waited_for == [("stream of steps", torch.device("cpu"))]

@@ -151,7 +151,8 @@ class MicroBenchPlan:
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
     save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
-    of a host whose topology is read, with as many NICs.
+    of a host whose topology is read, with as many NICs. `buffers_kb` are what ranks reduce and exchange.
+    `tasks` are planned at once; `pieces` of about `task_ms` are run.
     """
 
     variants: tuple[str, ...]
@@ -170,7 +171,11 @@ class MicroBenchPlan:
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
     devices: tuple[int, ...] = (8, 72)
+    buffers_kb: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
     rounds: int = 3
+    tasks: tuple[int, ...] = (64, 1024, 8192)
+    pieces: int = 32
+    task_ms: float = 5.0
     repeats: int = 100
     seed: int = 0
 
@@ -211,7 +216,10 @@ class MicroBenchPlan:
             paths=(1024,),
             moved_mb=64,
             devices=(8,),
+            buffers_kb=(1, 64, 1024),
             rounds=1,
+            tasks=(64,),
+            pieces=16,
             repeats=min(self.repeats, 20),
         )
 
@@ -232,9 +240,13 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """The median CPU time in µs with its `timing`, bytes per block, or GB/s. `size` is in tokens in sections
-    a to c and t, in blocks in d and f, in MB in m. `turn` counts the runs of the section, from 0, when it
-    alternates with peers."""
+    """A value of a case, in its unit.
+
+    In µs: the median CPU time with its `timing`, wall time without. Others: bytes per block, GB/s, a ratio.
+
+    `size` is in tokens in sections a to c and t, in blocks in d and f, in MB in m, in KB in r
+    and o, in tasks in h and p. `turn` counts the runs of the section, from 0, when it alternates with peers.
+    """
 
     section: str
     case: str

@@ -1,1 +1,1 @@
-"""Interconnects of chips other than NVIDIA's, one file each, behind the same contract."""
+"""Chips of other vendors: a data row each, and their torch behind hooks."""

@@ -1,1 +1,1 @@
-"""Communication behind computation: what may run at the same time, and in which order."""
+"""Communication behind computation: schedules and what runs them."""

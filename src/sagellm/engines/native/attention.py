@@ -30,7 +30,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, Scores
 from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.measure import cpu_s, cuda_s, torch_threads
+from sagellm.engines.native.measure import device_s, torch_threads
 from sagellm.engines.native.memory import to_device
 
 QUERY_TILE = 256
@@ -493,10 +493,10 @@ def kernel_wins_prefill(
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query, key = pool.new_ones(CHUNK, num_heads, head_dim), pool.new_ones(CHUNK, kv_heads, head_dim)
     value = key[..., : kv.value_dim]
-    seconds = cuda_s if query.is_cuda else cpu_s
     with torch_threads(1):
         by_torch, by_kernel = (
-            seconds(
+            device_s(
+                query.device,
                 partial(attend, planner.plan([], [], [span], None), small, 0, query, key, value, scores),
                 _REPEATS,
             )

@@ -28,6 +28,7 @@ from sagellm.core.types import (
     Tokens,
     width,
 )
+from sagellm.engines.native.accelerators import module_of, runs_triton
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
@@ -88,7 +89,7 @@ class NativeBackend:
     in the checkpoint's dtype and the kernels use their own threads. Torch then has one thread in the whole
     process until `close`, because its idle threads spin, except for long prefill chunks that it attends to
     faster than the kernel. `cuda_kernels` provides the kernels for a CUDA
-    device.
+    device, and for a chip of another vendor that takes them.
 
     With `capture` and an attention kernel, decode steps are recorded: at start where `capture` supports the
     device, else by the kernels themselves when a batch size first comes.
@@ -228,7 +229,10 @@ class NativeBackend:
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Make the backend's device current: kernels and graphs run on the thread's current device."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        if self._device.type == "cpu":
+            return nullcontext()
+        context: AbstractContextManager[object] = module_of(self._device).device(self._device)
+        return context
 
     @property
     def spec(self) -> ModelSpec | BridgedSpec:
@@ -407,7 +411,7 @@ def _kernels(
     if on_cpu and device.type == "cpu":
         kernel_set = on_cpu(threads)
         return kernel_set, on_cpu(1) if kernel_set != KernelSet() else kernel_set
-    kernel_set = on_cuda() if on_cuda and device.type == "cuda" else KernelSet()
+    kernel_set = on_cuda() if on_cuda and runs_triton(device) else KernelSet()
     return kernel_set, kernel_set
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sagellm.core.numa import node_of_pci
 from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.engines.native.accelerators import module_of
 
 log = logging.getLogger("sagellm.tiers")
 Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
@@ -25,7 +26,7 @@ class PoolBytes:
     `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
     copies whole rows at the speed of memory; torch's indexing takes two to three times as long. A GPU gathers
     rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for, so
-    that a later step finds what was written.
+    that a later step finds what was written. Other vendors' chips do so too, without locked pages.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -35,15 +36,18 @@ class PoolBytes:
         self.numa_node: int | None = None
         self._device = pools[0].device
         self._arrays: list[Rows] = []
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self.numa_node = node_of_pci(_pci_address(self._device))
+        self._module: Any = None
+        self._stream: Any = None
+        if self._device.type != "cpu":
+            self._module = module_of(self._device)
+            self._stream = self._module.Stream(self._device)
+            address = _pci_address(self._device)
+            self.numa_node = None if address is None else node_of_pci(address)
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
 
     def lock_pages(self, buffer: memoryview) -> None:
-        if self._stream is None:
+        if self._module is not torch.cuda:
             return
         with torch.cuda.device(self._device):
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -63,7 +67,7 @@ class PoolBytes:
         A stream of torch does not wait for that one by itself.
         """
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(self._module.current_stream(self._device))
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
         rows, ids = self._rows(target, len(block_ids)), np.asarray(block_ids, np.int64)
@@ -95,16 +99,17 @@ class PoolBytes:
 
         The body runs in the stream, which is waited for at its end.
         """
-        assert self._stream is not None
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._module.stream(self._stream):
             blocks = torch.empty((len(ids), self.bytes_per_block), dtype=torch.uint8, device=self._device)
             yield torch.from_numpy(ids).to(self._device), blocks
             self._stream.synchronize()
 
 
-def _pci_address(device: torch.device) -> str:
-    """As in sysfs: domain, bus, device; GPUs are function 0."""
-    found: Any = torch.cuda.get_device_properties(device)
+def _pci_address(device: torch.device) -> str | None:
+    """As in sysfs: domain, bus, device; GPUs are function 0. None where torch does not say."""
+    found: Any = module_of(device).get_device_properties(device)
+    if not hasattr(found, "pci_domain_id"):
+        return None
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 

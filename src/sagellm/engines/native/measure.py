@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from sagellm.engines.native.accelerators import module_of
+
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
@@ -25,11 +27,14 @@ def cpu_s(run: Callable[[], object], repeats: int) -> float:
     return fastest(run, repeats, time.thread_time)
 
 
-def cuda_s(run: Callable[[], object], repeats: int) -> float:
-    """Seconds until the GPU has finished, for the fastest of `repeats` runs."""
+def device_s(device: torch.device, run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest run until `device` has finished. On a CPU as `cpu_s`."""
+    if device.type == "cpu":
+        return cpu_s(run, repeats)
+    synchronize = module_of(device).synchronize
 
     def now() -> float:
-        torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter()
 
     return fastest(run, repeats, now)
@@ -54,6 +59,6 @@ def read_bandwidth(device_name: str) -> float:
     over more memory than any cache holds, with torch's threads.
     """
     device = torch.device(device_name)
-    size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    size = CPU_BYTES if device.type == "cpu" else CUDA_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
     return size / fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device

@@ -14,6 +14,7 @@ import torch
 
 from sagellm.core.config import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from sagellm.core.errors import CapacityError, ConfigError
+from sagellm.engines.native.accelerators import free_bytes
 
 _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -23,8 +24,8 @@ _CGROUPS = (
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that this process may still take on `device`, within its control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return free_bytes(device)
     return min(_host_bytes(), *_cgroup_bytes())
 
 

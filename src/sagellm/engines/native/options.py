@@ -11,6 +11,7 @@ import torch
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import AttentionChunk, Window
+from sagellm.engines.native.accelerators import default_device, load
 from sagellm.engines.native.measure import cpu_s, torch_threads
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
@@ -38,11 +39,12 @@ def check_chunks(windows: Sequence[Window | None], block_size: int) -> None:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device of that name. Raises `ConfigError` for a device that cannot be used. "auto" is the GPU
-    if there is one, else the CPU.
+    """The torch device of that name. Raises `ConfigError` for a device that cannot be used. "auto" is as
+    `default_device` says.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
+    load(name.partition(":")[0])
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

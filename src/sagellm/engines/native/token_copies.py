@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import PlanError, UnsupportedModelError
+from sagellm.engines.native.accelerators import module_of
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel
 from sagellm.engines.native.rope import RopeSpec, apply_rope, inverse_frequencies
@@ -58,8 +59,8 @@ class TokenCopier:
             wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
             apply_rope(wide, *_cos_sin(rope, distance, wide))
             kv.write(layer, to_slots, wide.to(keys.dtype), kv.values[layer].flatten(0, 1)[from_slots])
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if device.type != "cpu":
+            module_of(device).current_stream(device).synchronize()
 
 
 def _cos_sin(rope: RopeSpec, distance: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -209,14 +209,14 @@ class CostModel:
             met = model.num_experts * (1.0 - missed**all_tokens)  # expected, all being equally likely
             bandwidth = device.bandwidth * reached.expert_bandwidth
             total = total + self._overlapped(expert_bytes * met / bandwidth, visit_s)
-        return total + self._collectives_s(tokens, all_tokens)
+        return total + self.collectives_s(tokens, all_tokens)
 
     def _overlapped(self, read_s: Number | float, multiply_s: Number) -> Number:
         exponent = self.coefficients.overlap
         joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
         return joined
 
-    def _collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
+    def collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
         """Seconds of collectives: two per layer.
 
         With several devices per layer they are ring all-reduces. Where groups share experts, hidden states of
