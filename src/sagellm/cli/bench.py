@@ -156,6 +156,15 @@ _add_micro(
     Sections: r, all_reduce, beside two copies of the buffer; o, the other operations. Times are wall time.
     """,
 )
+_add_micro(
+    "topology",
+    "manager",
+    "Only system; default: system.",
+    """Measure how long reading a topology takes, and choosing by it.
+
+    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
+    """,
+)
 
 
 @command
