@@ -102,7 +102,8 @@ class SharedMemoryBackend:
     ) -> FinishedWork:
         """`num_shots` is chosen by size unless it is given, the same on all ranks."""
         op = check_reducible(buffer, op)
-        self._begin(buffer)
+        if self._broken.reason is not None or self._boxes.num_pending or not buffer.is_cpu:
+            self._begin(buffer)  # small buffers notice the cost of a call
         shots = num_shots or (1 if buffer.nbytes <= self.one_shot_bytes else 2)
         if buffer.is_contiguous():
             return self._carry_out(self._kernel.all_reduce, buffer, op, shots)
@@ -182,7 +183,8 @@ class SharedMemoryBackend:
             self._region.close()
 
     def _check(self, *buffers: torch.Tensor) -> None:
-        self._broken.check()
+        if self._broken.reason is not None:
+            self._broken.check()
         for buffer in buffers:
             if not buffer.is_cpu:
                 raise ValueError(
@@ -191,7 +193,6 @@ class SharedMemoryBackend:
 
     def _begin(self, *buffers: torch.Tensor) -> None:
         self._check(*buffers)
-        self._awaited = _NOTHING
         if self._boxes.num_pending:
             self._boxes.finish()
 
