@@ -282,6 +282,9 @@ class KVArrivals(Protocol):
         free.
         """
 
+    def num_cached(self, tokens: Tokens, namespace: Namespace, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks of a prefix the device has now."""
+
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
         """The first `num_blocks` blocks are filled and enter the prefix index.
 
