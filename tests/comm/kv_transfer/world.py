@@ -86,6 +86,8 @@ class Memory:
 class ViewedMemory(Memory):
     """Implements `BlockViews` too: `num_parts` views of a block."""
 
+    has_views = True
+
     def __init__(self, num_blocks: int, bytes_per_block: int, num_parts: int = 6) -> None:
         super().__init__(num_blocks, bytes_per_block)
         self._part = bytes_per_block // num_parts

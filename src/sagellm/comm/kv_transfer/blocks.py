@@ -26,8 +26,8 @@ class InstanceBlocks:
     def __init__(self, memory: BlockBytes, digest: bytes, codec: KVCodec | None = None) -> None:
         self._memory, self.digest, self.codec = memory, digest, codec
         self.bytes_per_block = memory.bytes_per_block
-        found = getattr(memory, "views", None)
-        self._views = None if found is None else cast(BlockViews, memory).views
+        has_views = getattr(memory, "has_views", False)
+        self._views = cast(BlockViews, memory).views if has_views else None
         self._per_block = 0 if self._views is None else len(self._views([0]))
 
     @property

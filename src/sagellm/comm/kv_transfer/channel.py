@@ -166,6 +166,11 @@ class TransferChannel:
                 self._greet(link)
             return self._sender.reports()
 
+    @property
+    def wants_blocks(self) -> bool:
+        with self._changed:
+            return self._receiver.wants_blocks
+
     def received(self) -> Sequence[ReceivedKV]:
         with self._changed:
             return self._receiver.take_received()

@@ -415,6 +415,11 @@ class Receiver:
         return taken
 
     @property
+    def wants_blocks(self) -> bool:
+        """Whether offers wait for `advance`."""
+        return bool(self._offers)
+
+    @property
     def has_news(self) -> bool:
         return bool(self._offers or self._finished or self._received)
 

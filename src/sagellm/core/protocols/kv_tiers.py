@@ -264,6 +264,10 @@ class KVArrivals(Protocol):
     def num_changes(self) -> int:
         """Grows with each arrival that begins or is published, for `KVQuotes.version`."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the arrivals that are open."""
+
     def serve(self, make_room: Callable[[int, Account], None], owner: str) -> None:
         """Set how room is made, and the index's name as an owner."""
 

@@ -183,6 +183,10 @@ class KVTransferChannel(Protocol):
     def poll(self) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once."""
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether `poll` would reserve blocks. No step that computes now may write to those that are free."""
+
     def received(self) -> Sequence[ReceivedKV]:
         """What `poll` found to have ended here, since the last call."""
 
@@ -203,7 +207,11 @@ class KVTransferChannel(Protocol):
 
 
 class BlockViews(Protocol):
-    """KV blocks whose memory a CPU reaches: bytes go there and come from there without a further copy."""
+    """`BlockBytes` whose memory a CPU may reach: bytes move there and from there without a further copy."""
+
+    @property
+    def has_views(self) -> bool:
+        """Whether it does; a GPU's does not."""
 
     def views(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         """The memory of blocks, writable, in the order of `BlockBytes.read_blocks`.
