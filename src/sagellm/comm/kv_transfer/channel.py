@@ -69,7 +69,7 @@ class _Link:
     """
 
     is_ours: bool
-    greeted: bool = False
+    greeted_s: float | None = None
     theirs: Hello | None = None
     agreed: Agreement | None = None
 
@@ -103,6 +103,7 @@ class TransferChannel:
         if layout is not None and layout.bytes_per_block != memory.bytes_per_block:
             raise ConfigError(f"a block of {layout} has not {memory.bytes_per_block} bytes")
         self.node, self._transport, self._block_size = node, transport, schema.block_size
+        self._options, self._clock = options, clock
         self._hello = _hello(node, schema, layout, block_format, blocks, options.chunk_bytes)
         self._changed = threading.Condition()
         """Guards all books of transfers; notified when `poll` has something to do."""
@@ -164,6 +165,7 @@ class TransferChannel:
             for link in self._peers.values():
                 self._sender.offer_due(link)
                 self._greet(link)
+                self._expect_greeting(link)
             return self._sender.reports()
 
     @property
@@ -262,7 +264,7 @@ class TransferChannel:
             state = self._links.get(link)
             if state is None:
                 return
-            state.greeted, state.theirs, state.agreed = False, None, None
+            state.greeted_s, state.theirs, state.agreed = None, None, None
             if not state.is_ours:
                 del self._links[link]
                 self._receiver.lost(link, reason)
@@ -278,9 +280,18 @@ class TransferChannel:
     def _greet(self, link: int) -> None:
         """Send our HELLO, which connects the link, if something is to be sent."""
         state = self._links[link]
-        if not state.greeted and not self._is_closed and self._sender.is_due(link):
-            state.greeted = True
+        if state.greeted_s is None and not self._is_closed and self._sender.is_due(link):
+            state.greeted_s = self._clock.now()
             self._transport.post(link, Message(self._hello.kind, self._hello.pack()))
+
+    def _expect_greeting(self, link: int) -> None:
+        """Disconnect a link whose other side does not answer our HELLO."""
+        state, stall_s = self._links[link], self._options.stall_s
+        if state.greeted_s is None or state.agreed is not None:
+            return
+        if self._clock.now() - state.greeted_s > stall_s:
+            state.greeted_s = self._clock.now()
+            self._transport.reset(link, f"no answer to our HELLO for {stall_s:g} s")
 
     def _on_hello(self, link: int, theirs: Hello) -> None:
         state = self._links.setdefault(link, _Link(is_ours=False))
@@ -306,7 +317,7 @@ class TransferChannel:
 
     def _refuse(self, link: int, state: _Link, reason: str) -> None:
         """End all that waits for the link; the next transfer asks again."""
-        state.greeted, state.theirs = False, None
+        state.greeted_s, state.theirs = None, None
         self._sender.refused(link, reason)
 
 
