@@ -316,19 +316,21 @@ def test_a_peer_is_killed_in_the_middle(kind: str, role: str) -> None:
         me.channel.close()
 
 
-def test_use_after_release() -> None:
-    """A closed channel reads and writes no block, and says so."""
-    source = Instance("a", TcpTransport(KEY, port=0))
-    tokens = prompt(1, 2)
-    source.compute(tokens)
-    source.channel.close()
-    source.channel.close()
+def test_use_after_release(scene: Scene) -> None:
+    """What has ended stays ended, and a closed channel says so."""
+    ticket = scene.source.send(scene.tokens, "decode")
+    report = finish(scene.source, ticket, scene.target)
+    scene.source.channel.cancel(ticket)
+    scene.source.channel.computed(ticket, 3)
+    for _ in range(20):
+        scene.source.poll()
+        scene.target.poll()
+    assert scene.source.reports == {ticket: report}
+    for _ in range(2):
+        scene.source.channel.close()
     with pytest.raises(ConfigError, match="closed"):
-        source.send(tokens, "b")
-    with pytest.raises(ConfigError, match="no address of a transport tcp"):
-        Instance("c", TcpTransport(KEY, port=0)).channel.add_peer(
-            b'{"node": "x", "address": {"transport": "shm"}}'
-        )
+        scene.source.send(scene.tokens, "decode")
+    scene.check()
 
 
 def test_an_unknown_instance_is_named() -> None:

@@ -136,21 +136,24 @@ class Instance:
         if missing > 0:
             self.pool.take_back(INDEX, self.index.evict(missing))
 
-    def compute(self, tokens: Tokens) -> None:
-        """Have the KV of the whole blocks of a prompt, as a request would."""
-        there = self.index.block_ids(self.index.lookup(tokens))
+    def compute(self, tokens: Tokens) -> bool:
+        """Have the KV of the whole blocks of a prompt, as a request would; False without room."""
+        hit = self.index.pin(self.index.lookup(tokens))
+        there = self.index.block_ids(hit)
         missing = len(tokens) // SIZE - len(there)
         self._make_room(missing, None)
         own = self.pool.allocate(missing, "request")
-        assert own is not None
-        for block, token_hash in zip(
-            own.block_ids, hashes_of(tokens.tobytes(), SPACE)[len(there) :], strict=True
-        ):
-            self.memory.write_blocks([block], content(token_hash, self.layout))
-        path = Tokens(tokens.slice(0, len(tokens) // SIZE * SIZE))
-        self.index.insert(path, there + own.block_ids)
-        self.pool.hand_over(own, 0, missing, INDEX)
-        self.pool.free(own)
+        if own is not None:
+            path = Tokens(tokens.slice(0, len(tokens) // SIZE * SIZE))
+            for block, token_hash in zip(
+                own.block_ids, hashes_of(path.tobytes(), SPACE)[len(there) :], strict=True
+            ):
+                self.memory.write_blocks([block], content(token_hash, self.layout))
+            self.index.insert(path, there + own.block_ids)
+            self.pool.hand_over(own, 0, missing, INDEX)
+            self.pool.free(own)
+        self.index.unpin(hit)
+        return own is not None
 
     def send(self, tokens: Tokens, target: str, name: str = "r", note: bytes = b"", **options: Any) -> Ticket:
         hit = self.index.pin(self.index.lookup(tokens))
