@@ -152,14 +152,14 @@ def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBench
                 case.move()
                 rates[name].append(num_bytes / (time.perf_counter() - began_s) / 1e9)
                 cpu[name].append((case.cpu_s() - spent_s) / num_blocks * 1e6)
-    for name in cases:
+    for name in sorted(wanted):
         yield MicroBenchRow("b", name, num_blocks, "", GB_PER_S, round(statistics.median(rates[name]), 2))
         yield MicroBenchRow("b", name, num_blocks, "", CPU, round(statistics.median(cpu[name]), 1))
     for variant in plan.variants:
         reference = REFERENCES[variant]
         ratio = statistics.median(map(float.__truediv__, rates[variant], rates[reference]))
-        case = f"{variant} / {reference}"
-        yield MicroBenchRow("b", case, num_blocks, "", RATIO, round(ratio, 3))
+        title = f"{variant} / {reference}"
+        yield MicroBenchRow("b", title, num_blocks, "", RATIO, round(ratio, 3))
 
 
 def _check(name: str) -> None:

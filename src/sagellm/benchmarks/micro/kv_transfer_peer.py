@@ -2,8 +2,8 @@
 
     python -m sagellm.benchmarks.micro.kv_transfer_peer KIND NUM_BLOCKS
 
-Prints what the sender connects to, then receives until it is ended. KIND is a transport, or `raw`: a loop over
-a plain TCP socket.
+Prints what the sender connects to, then receives until it is ended. KIND is a transport, or `raw`: a loop
+over a plain TCP socket.
 """
 
 from __future__ import annotations

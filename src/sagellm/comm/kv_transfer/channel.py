@@ -251,9 +251,8 @@ class TransferChannel:
 
     def filled(self, link: int, place: ChunkPlace) -> None:
         assert isinstance(place, Place)
-        with self._changed:
-            if not self._is_closed:
-                self._receiver.filled(place)
+        if not self._is_closed:
+            self._receiver.filled(place)
 
     def sent(self, link: int, token: int) -> None:
         with self._changed:

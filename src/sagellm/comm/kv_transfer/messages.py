@@ -1,7 +1,7 @@
 """The messages of a transfer, as bytes. Every field from the wire is checked for type and range.
 
-Heads are JSON, but for chunks: those have a fixed struct with a `BlockHeader`. Nothing is unpickled. What is
-no message raises `KVDataError`, after which the link is reset.
+Heads are JSON, but for chunks, which have a fixed struct with a `BlockHeader`, and their ACKs. Nothing is
+unpickled. What is no message raises `KVDataError`, after which the link is reset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_TOKENS = 1 << 24
 _LARGEST = 1 << 62
 _ENDS = {each.value for each in TransferStatus} - {TransferStatus.PENDING.value}
-_CHUNK = struct.Struct("<QQI")
+_CHUNK, _ACK = struct.Struct("<QQI"), struct.Struct("<QQI?")
 _HEADER_BYTES = 112
 """Of a packed `BlockHeader` without its padding."""
 
@@ -60,6 +60,25 @@ class ChunkHead(NamedTuple):
             raise KVDataError(f"the head of a chunk has {_CHUNK.size + _HEADER_BYTES} bytes, not {len(head)}")
         transfer, epoch, number = _CHUNK.unpack_from(head)
         return cls(transfer, epoch, number, BlockHeader.unpack(head[_CHUNK.size :]))
+
+
+class Ack(NamedTuple):
+    """A chunk is verified and in its blocks, or is not (`ok`): then it is sent again. Returns its credit."""
+
+    transfer: int
+    epoch: int
+    number: int
+    ok: bool
+
+    def pack(self) -> bytes:
+        return _ACK.pack(*self)
+
+    @classmethod
+    def unpack(cls, head: bytes) -> Self:
+        if len(head) != _ACK.size:
+            raise KVDataError(f"an ACK has {_ACK.size} bytes, not {len(head)}")
+        transfer, epoch, number, ok = _ACK.unpack(head)
+        return cls(transfer, epoch, number, ok)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +219,6 @@ class Accept(_Json):
     epoch: int
     first: int
     credits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ack(_Json):
-    """A chunk is verified and in its blocks, or is not (`ok`): then it is sent again. Returns its credit."""
-
-    kind = Kind.ACK
-    transfer: int
-    epoch: int
-    number: int
-    ok: bool
 
 
 @dataclass(frozen=True, slots=True)

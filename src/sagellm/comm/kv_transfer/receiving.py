@@ -22,7 +22,7 @@ from functools import partial
 from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, checksum, copy_bytes, fill_views, scratch
 from sagellm.comm.kv_transfer.chunks import ChunkSpan
 from sagellm.comm.kv_transfer.layouts import Agreement
-from sagellm.comm.kv_transfer.messages import Accept, Ack, Cancel, ChunkHead, End, Hello, Offer
+from sagellm.comm.kv_transfer.messages import Accept, Ack, Cancel, ChunkHead, End, Hello, Kind, Offer
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.sending import plan_of
 from sagellm.core.clock import Clock
@@ -219,9 +219,13 @@ class Receiver:
         )
 
     def filled(self, place: Place) -> None:
-        self._worker.submit(self._finish, place)
+        """A chunk that is in its blocks is verified at once, while it is in the processor's cache."""
+        if place.in_place:
+            self._finish(place)
+        else:
+            self._worker.submit(self._finish, place)
 
-    # -- on the worker, without the lock
+    # -- without the lock; on the worker, but for what is in place
 
     def _finish(self, place: Place) -> None:
         """Verify a chunk, and bring it to its blocks if it is not there."""
@@ -266,7 +270,7 @@ class Receiver:
 
     def _acknowledge(self, incoming: Incoming, number: int, *, ok: bool) -> None:
         ack = Ack(incoming.waiting.offer.transfer, incoming.target.arrival.epoch, number, ok)
-        self._transport.post(incoming.waiting.link, Message(ack.kind, ack.pack()))
+        self._transport.post(incoming.waiting.link, Message(Kind.ACK, ack.pack()))
 
     # -- on the engine's thread
 

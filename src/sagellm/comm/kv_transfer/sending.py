@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks, checksum
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, can_cut_by_layer, cut, cut_by_layer
@@ -93,7 +94,7 @@ class Outgoing:
 
 
 class Sender:
-    """All methods but `_pump` are called with the channel's lock held; `_pump` runs on the worker."""
+    """All methods but `_pump` are called with the channel's lock held."""
 
     def __init__(
         self, transport: TransportEngine, blocks: InstanceBlocks, layout: BlockLayout | None,
@@ -301,48 +302,61 @@ class Sender:
             return
         transfer.num_posted -= 1
         self._num_sent += 1
-        self._changed.notify_all()
+        self._note_quiet(transfer)
         for each in self._on(transfer.link):
             self._send_more(each)
 
+    def _note_quiet(self, transfer: Outgoing) -> None:
+        if transfer.outcome is not None and transfer.is_quiet:
+            self._changed.notify_all()
+
     def _send_more(self, transfer: Outgoing) -> None:
         can_send = transfer.outcome is None and transfer.credits and transfer.todo
-        if can_send and not transfer.is_pumping:
+        agreed = self._agreement_of(transfer.link)
+        if can_send and agreed is not None and not transfer.is_pumping:
             transfer.is_pumping = True
+            self._submit(transfer, agreed)
+
+    def _submit(self, transfer: Outgoing, agreed: Agreement) -> None:
+        """Make one chunk: where bytes are sent as they lie, on the transport's thread, else on the worker."""
+        if agreed.has_views and not agreed.codec:
+            self._transport.call(partial(self._pump, transfer))
+        else:
             self._worker.submit(self._pump, transfer)
 
     def _pump(self, transfer: Outgoing) -> None:
-        """Make and post chunks as long as there are credits. On the worker, without the lock."""
-        while True:
-            with self._changed:
-                agreed, accept = self._agreement_of(transfer.link), transfer.accept
-                number = None if agreed is None or accept is None else transfer.next_chunk()
-                if number is None:
-                    transfer.is_pumping = False
-                    self._changed.notify_all()
-                    return
-                chunk, num_sent = transfer.plan[number], self._num_sent
-            assert agreed is not None
-            assert accept is not None
-            try:
-                message = self._made(transfer, agreed, accept, number, chunk)
-            except BlockingIOError:  # the link's memory is full
-                with self._changed:
-                    transfer.take_back(number)
-                    if num_sent == self._num_sent:  # else some is free again
-                        transfer.is_pumping = False
-                        return
-                continue
-            except Exception as error:
-                log.exception("reading KV of %s failed", transfer.path.request_id)
-                with self._changed:
-                    transfer.is_pumping = False
-                    self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
+        """Make and post a chunk, then the next one, as long as there are credits. Without the lock."""
+        with self._changed:
+            agreed, accept = self._agreement_of(transfer.link), transfer.accept
+            number = None if agreed is None or accept is None else transfer.next_chunk()
+            if agreed is None or accept is None or number is None:
+                transfer.is_pumping = False
+                self._note_quiet(transfer)
                 return
+            chunk, num_sent = transfer.plan[number], self._num_sent
+        try:
+            message = self._made(transfer, agreed, accept, number, chunk)
+        except BlockingIOError:  # the link's memory is full
             with self._changed:
-                transfer.num_posted += 1
-                transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
-            self._transport.post(transfer.link, message)
+                transfer.take_back(number)
+                if num_sent != self._num_sent:  # some is free again
+                    self._submit(transfer, agreed)
+                else:
+                    transfer.is_pumping = False
+                    self._note_quiet(transfer)
+            return
+        except Exception as error:
+            log.exception("reading KV of %s failed", transfer.path.request_id)
+            with self._changed:
+                transfer.is_pumping = False
+                self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
+            return
+        with self._changed:
+            transfer.num_posted += 1
+            transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
+        self._transport.post(transfer.link, message)
+        with self._changed:
+            self._submit(transfer, agreed)
 
     def _made(
         self, transfer: Outgoing, agreed: Agreement, accept: Accept, number: int, chunk: ChunkSpan

@@ -16,7 +16,7 @@ as it was, and the target with the leading blocks that had verified. What does n
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -274,7 +274,7 @@ class TransportEndpoint(Protocol):
 
 
 class TransportEngine(Protocol):
-    """Moves messages between instances. `post` and `release` are for any thread.
+    """Moves messages between instances. `post`, `call` and `reset` are for any thread.
 
     A transport may lose a link, but then says so; what was posted on it is gone. Messages may come late,
     twice or in another order: the protocol above copes. Payloads are not changed on purpose; a checksum finds
@@ -308,6 +308,9 @@ class TransportEngine(Protocol):
 
     def post(self, link: int, message: Message) -> None:
         """Queue a message; returns at once."""
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Have the thread that calls the endpoint run a short task, behind what was posted before."""
 
     def reset(self, link: int, reason: str) -> None:
         """Disconnect a link, which is `lost` then."""

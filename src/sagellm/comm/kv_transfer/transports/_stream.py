@@ -92,6 +92,9 @@ class StreamTransport:
     def post(self, link: int, message: Message) -> None:
         self._submit(partial(self._post, link, message))
 
+    def call(self, task: Callable[[], None]) -> None:
+        self._submit(task)
+
     def reset(self, link: int, reason: str) -> None:
         self._submit(partial(self._lose_link, link, reason))
 
@@ -104,7 +107,7 @@ class StreamTransport:
 
     def _submit(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
-        if not self._is_awake:
+        if not self._is_awake and threading.current_thread() is not self._thread:
             self._is_awake = True
             try:
                 self._waker.send(b"\0")
@@ -115,7 +118,7 @@ class StreamTransport:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, events in self._selector.select(_IDLE_S):
+            for key, events in self._selector.select(0 if self._tasks else _IDLE_S):
                 if key.fileobj is self._waiting:
                     self._waiting.recv(4096)
                     self._is_awake = False
@@ -123,8 +126,8 @@ class StreamTransport:
                     self._accept()
                 else:
                     self._serve(key.data, events)
-            while self._tasks:
-                self._tasks.popleft()()
+            for _ in range(len(self._tasks)):
+                self._run_task(self._tasks.popleft())
             self._expire()
         for connection in self._connections.values():
             connection.sock.close()
@@ -132,6 +135,12 @@ class StreamTransport:
         self._listener.close()
         self._waiting.close()
         self._selector.close()
+
+    def _run_task(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:  # the connections go on
+            log.exception("a task of KV transfer failed")
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:

@@ -109,6 +109,9 @@ class InProcessTransport:
     def post(self, link: int, message: Message) -> None:
         self._network.submit(partial(self.deliver, link, message))
 
+    def call(self, task: Callable[[], None]) -> None:
+        self._network.submit(task)
+
     def reset(self, link: int, reason: str) -> None:
         self._network.submit(partial(self._break, link, reason))
 
