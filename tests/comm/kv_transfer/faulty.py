@@ -17,7 +17,7 @@ from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from tests.comm.kv_transfer.world import HEAD_FIRST, INDEX, LAYOUT, SIZE, Inline, Instance, introduce
 
 OPTIONS = ChannelOptions(
-    chunk_bytes=2 * LAYOUT.bytes_per_block, credits=2, max_credits=5, stall_s=1.0, offer_wait_s=0.5,
+    chunk_bytes=LAYOUT.bytes_per_block, credits=3, max_credits=5, stall_s=1.0, offer_wait_s=0.5,
     backoff_s=0.1, drain_s=0.2,
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ class FaultyTransport(InProcessTransport):
 
     def post(self, link: int, message: Message) -> None:
         rng, share = self._faults.rng, self._faults.share
-        if rng.random() > share:
+        if rng.random() > share * (1 + message.is_chunk):
             super().post(link, message)
             return
         self._faults.num_faults += 1
@@ -104,15 +104,15 @@ class FaultyWorld:
             for name, given in kinds.items()
         }  # fmt: skip
         introduce(*self.instances.values())
-        self.prompts = [self._prompt(number) for number in range(12)]
+        self.prompts = [self._prompt(number) for number in range(24)]
         self.open: dict[tuple[str, Ticket], tuple[Tokens, str]] = {}
         self.num_sent = 0
         self.outcomes: dict[TransferStatus, int] = dict.fromkeys(TransferStatus, 0)
 
     def _prompt(self, number: int) -> Tokens:
         """One of three beginnings, and an end of its own."""
-        begin = [number % 3] * (SIZE * 3)
-        return Tokens([*begin, *([100 + number] * (SIZE * (1 + number % 6)))])
+        begin = [number % 3] * (SIZE * 2)
+        return Tokens([*begin, *([100 + number] * (SIZE * (1 + number % 7)))])
 
     def compute(self, name: str, number: int) -> None:
         self.instances[name].compute(self.prompts[number])
@@ -137,8 +137,10 @@ class FaultyWorld:
         rng, names = self.rng, list(self.instances)
         chance = rng.random()
         name, number = rng.choice(names), rng.randrange(len(self.prompts))
-        if chance < 0.12:
+        if chance < 0.08:
             self.compute(name, number)
+        elif chance < 0.12:
+            self.instances[name].evict_all()
         elif chance < 0.3:
             if len(self.open) < 8:
                 self.compute(name, number)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from sagellm.comm.kv_transfer.messages import ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
-from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork
-from sagellm.core.protocols.kv_transfer import TransferStatus, TransportEngine
+from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from sagellm.core.protocols.kv_transfer import Message, TransferStatus, TransportEngine
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
-from tests.comm.kv_transfer.world import KEY, SIZE, Instance, finish, introduce, prompt, until
+from tests.comm.kv_transfer.world import KEY, LAYOUT, SIZE, Instance, finish, introduce, prompt, until
 
 NAMES = TRANSPORTS.names()
 Make = Callable[..., Instance]
@@ -186,3 +187,43 @@ def test_a_prompt_without_whole_blocks(make: Make) -> None:
     assert (report.status, report.num_tokens) == (TransferStatus.DONE, 0)
     until(lambda: target.received, target)
     assert target.received[0].note == b"n"
+
+
+def test_a_write_that_comes_after_the_end_changes_no_block() -> None:
+    """A chunk has its place; then its transfer ends, and its blocks are another prompt's."""
+    network, places = InProcessNetwork(threaded=False), []
+
+    class Holding(InProcessTransport):
+        def take(self, link: int, message: Message) -> None:
+            if not message.is_chunk:
+                super().take(link, message)
+                return
+            data, head = memoryview(b"".join(message.payload)), ChunkHead.unpack(message.head)
+            for wrong in (head._replace(epoch=head.epoch + 1), head._replace(number=99)):
+                assert self._endpoint.place(link, wrong.pack(), len(data)) is None
+            places.append((self._endpoint.place(link, message.head, len(data)), data))
+
+    options = ChannelOptions(chunk_bytes=LAYOUT.bytes_per_block)
+    source = Instance("a", InProcessTransport("a", network), options=options)
+    target = Instance("b", Holding("b", network), options=options, num_blocks=6)
+    introduce(source, target)
+    first, second = prompt(1, 6), prompt(2, 6)
+    source.compute(first)
+    ticket = source.send(first, "b")
+    while len(places) < 6:
+        network.run_one()
+        source.poll()
+        target.poll()
+    source.channel.cancel(ticket)
+    while not target.received:
+        network.run_one()
+        target.poll()
+    assert target.compute(second)
+    for place, data in places:
+        assert place is not None
+        place.write(data)
+        target.channel.filled(1, place)
+    assert target.num_tokens(second) == 6 * SIZE
+    target.check(first, second)
+    for each in (source, target):
+        each.channel.close()

@@ -34,7 +34,7 @@ def run_transfers(count: int, seed: int) -> dict[TransferStatus, int]:
     """At least so many, in worlds of `PER_WORLD`."""
     outcomes = dict.fromkeys(TransferStatus, 0)
     for number in range(seed, seed + count // PER_WORLD):
-        world = FaultyWorld(number, share=random.Random(number).choice([0.02, 0.1, 0.3]))
+        world = FaultyWorld(number, share=random.Random(number).choice([0.05, 0.15, 0.35]))
         step = 0
         while world.num_sent < PER_WORLD:
             world.do()
@@ -72,11 +72,11 @@ class TransferMachine(RuleBasedStateMachine):
     def begin(self, seed: int, share: float) -> None:
         self.world = FaultyWorld(seed, share)
 
-    @rule(name=st.sampled_from(NAMES), number=st.integers(0, 11))
+    @rule(name=st.sampled_from(NAMES), number=st.integers(0, 23))
     def compute(self, name: str, number: int) -> None:
         self.world.compute(name, number)
 
-    @rule(names=st.permutations(NAMES), number=st.integers(0, 11), by_layer=st.booleans())
+    @rule(names=st.permutations(NAMES), number=st.integers(0, 23), by_layer=st.booleans())
     def send(self, names: list[str], number: int, by_layer: bool) -> None:
         self.world.compute(names[0], number)
         self.world.send(names[0], names[1], number, by_layer=by_layer)

@@ -136,6 +136,10 @@ class Instance:
         if missing > 0:
             self.pool.take_back(INDEX, self.index.evict(missing))
 
+    def evict_all(self) -> None:
+        if self.index.num_evictable:
+            self.pool.take_back(INDEX, self.index.evict(self.index.num_evictable))
+
     def compute(self, tokens: Tokens) -> bool:
         """Have the KV of the whole blocks of a prompt, as a request would; False without room."""
         hit = self.index.pin(self.index.lookup(tokens))
