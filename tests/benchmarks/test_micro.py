@@ -14,7 +14,15 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import (
+    kv_bytes,
+    kv_pool,
+    kv_tiers,
+    kv_transfer,
+    memory,
+    prefix_cache,
+    scheduler_ir,
+)
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -301,3 +309,14 @@ def test_scheduler_steps_are_timed_for_each_strategy() -> None:
     ]
     with pytest.raises(UnknownNameError, match="nope"):
         run(scheduler_ir.BENCHMARK, MicroBenchReport("scheduler_ir", environment(DAY), tiny("nope")), "e")
+
+
+def test_kv_transfer_has_every_row() -> None:
+    report = measured(kv_transfer.BENCHMARK, "b", tiny(*kv_transfer.MEASURED))
+    cases = {row.case for row in report.rows if row.unit == kv_transfer.GB_PER_S}
+    assert cases == {*kv_transfer.REFERENCES, *kv_transfer.REFERENCES.values()}
+    ratios = [row.value for row in report.rows if row.unit == kv_transfer.RATIO]
+    assert len(ratios) == 2
+    assert min(ratios) > 0
+    with pytest.raises(UnknownNameError, match="known are shared_memory, tcp"):
+        kv_transfer.BENCHMARK.check("rdma")

@@ -37,7 +37,7 @@ MESSAGES: list[Any] = [
     Refused("why"),
     Offer(1, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False),
     Accept(1, 2, 3, 4),
-    Ack(1, 2, 3, True),
+    Ack(1, 2, (3, 4), (5,)),
     Cancel(1),
     End(1, 2, "done", ""),
     ChunkHead(1, 2, 3, BlockHeader(b"f" * 16, b"t" * 32, "raw", 4, 5)),

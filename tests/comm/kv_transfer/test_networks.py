@@ -19,6 +19,7 @@ import pytest
 
 from sagellm.comm.kv_transfer.messages import Kind
 from sagellm.comm.kv_transfer.options import ChannelOptions
+from sagellm.comm.kv_transfer.transports import _connection
 from sagellm.comm.kv_transfer.transports._connection import PREFIX
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
@@ -349,3 +350,12 @@ def test_an_unknown_instance_is_named() -> None:
         with pytest.raises(KVDataError, match="no metadata"):
             source.channel.add_peer(metadata)
     source.channel.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100, 6144])
+def test_reading_a_little_at_a_time(scene: Scene, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that ends where a turn of its connection ends is taken at once."""
+    monkeypatch.setattr(_connection, "READ_BYTES", num_bytes)
+    assert scene.send().status is TransferStatus.DONE
+    assert scene.proxy.num_connections == 1
+    scene.check()

@@ -105,7 +105,8 @@ class TransferChannel:
         self.node, self._transport, self._block_size = node, transport, schema.block_size
         self._options, self._clock = options, clock
         self._hello = _hello(node, schema, layout, block_format, blocks, options.chunk_bytes)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         """Guards all books of transfers; notified when `poll` has something to do."""
         self._worker = worker or ThreadPoolExecutor(1, "sagellm-kv-chunks")
         self._links: dict[int, _Link] = {}
@@ -221,7 +222,7 @@ class TransferChannel:
     def message(self, link: int, message: Message) -> None:
         """Raises `KVDataError` for what is no message; the transport then resets the link."""
         head = message.head
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             if message.kind == Kind.HELLO:
@@ -246,7 +247,7 @@ class TransferChannel:
                 raise KVDataError(f"a message of kind {message.kind} is not expected here")
 
     def place(self, link: int, head: bytes, num_bytes: int) -> Place | None:
-        with self._changed:
+        with self._lock:
             return None if self._is_closed else self._receiver.place(link, ChunkHead.unpack(head), num_bytes)
 
     def filled(self, link: int, place: ChunkPlace) -> None:
@@ -255,11 +256,11 @@ class TransferChannel:
             self._receiver.filled(place)
 
     def sent(self, link: int, token: int) -> None:
-        with self._changed:
+        with self._lock:
             self._sender.sent(token)
 
     def lost(self, link: int, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             state = self._links.get(link)
             if state is None:
                 return

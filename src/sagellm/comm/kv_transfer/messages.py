@@ -22,7 +22,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_TOKENS = 1 << 24
 _LARGEST = 1 << 62
 _ENDS = {each.value for each in TransferStatus} - {TransferStatus.PENDING.value}
-_CHUNK, _ACK = struct.Struct("<QQI"), struct.Struct("<QQI?")
+_CHUNK, _ACK = struct.Struct("<QQI"), struct.Struct("<QQHH")
 _HEADER_BYTES = 112
 """Of a packed `BlockHeader` without its padding."""
 
@@ -63,22 +63,27 @@ class ChunkHead(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A chunk is verified and in its blocks, or is not (`ok`): then it is sent again. Returns its credit."""
+    """Chunks that are verified and in their blocks, and those that are not. Returns their credits."""
 
     transfer: int
     epoch: int
-    number: int
-    ok: bool
+    good: tuple[int, ...]
+    damaged: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        return _ACK.pack(*self)
+        numbers = self.good + self.damaged
+        head = _ACK.pack(self.transfer, self.epoch, len(self.good), len(self.damaged))
+        return head + struct.pack(f"<{len(numbers)}I", *numbers)
 
     @classmethod
     def unpack(cls, head: bytes) -> Self:
-        if len(head) != _ACK.size:
-            raise KVDataError(f"an ACK has {_ACK.size} bytes, not {len(head)}")
-        transfer, epoch, number, ok = _ACK.unpack(head)
-        return cls(transfer, epoch, number, ok)
+        if len(head) < _ACK.size:
+            raise KVDataError(f"an ACK has at least {_ACK.size} bytes, not {len(head)}")
+        transfer, epoch, num_good, num_damaged = _ACK.unpack_from(head)
+        if len(head) != _ACK.size + 4 * (num_good + num_damaged):
+            raise KVDataError(f"an ACK of {num_good} and {num_damaged} chunks with {len(head)} bytes")
+        numbers = struct.unpack_from(f"<{num_good + num_damaged}I", head, _ACK.size)
+        return cls(transfer, epoch, numbers[:num_good], numbers[num_good:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,7 @@ class Receiver:
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._finished: deque[tuple[int, int]] = deque()
         self._received: list[ReceivedKV] = []
+        self._unsent: list[tuple[Incoming, int, bool]] = []
         self.num_late = self.num_damaged = 0
 
     # -- on the transport's thread
@@ -269,8 +270,22 @@ class Receiver:
         return incoming.target.arrival.block_ids[chunk.first : chunk.stop]
 
     def _acknowledge(self, incoming: Incoming, number: int, *, ok: bool) -> None:
-        ack = Ack(incoming.waiting.offer.transfer, incoming.target.arrival.epoch, number, ok)
-        self._transport.post(incoming.waiting.link, Message(Kind.ACK, ack.pack()))
+        if not self._unsent:
+            self._transport.call(self._send_acks)
+        self._unsent.append((incoming, number, ok))
+
+    def _send_acks(self) -> None:
+        """One message for all chunks of a transfer that were verified meanwhile."""
+        with self._changed:
+            unsent, self._unsent = self._unsent, []
+        found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
+        for incoming, number, ok in unsent:
+            waiting = incoming.waiting
+            key = waiting.link, waiting.offer.transfer, incoming.target.arrival.epoch
+            found.setdefault(key, ([], []))[0 if ok else 1].append(number)
+        for (link, transfer, epoch), (good, damaged) in found.items():
+            ack = Ack(transfer, epoch, tuple(good), tuple(damaged))
+            self._transport.post(link, Message(Kind.ACK, ack.pack()))
 
     # -- on the engine's thread
 

@@ -106,6 +106,8 @@ class Sender:
         self._worker, self._options, self._clock = worker, options, clock
         self._transfers: dict[int, Outgoing] = {}
         self._num_begun = self._num_sent = 0
+        self._starved: set[int] = set()
+        """Transfers for whose next chunk a link had no memory."""
         self._rates: dict[str, deque[tuple[int, float]]] = {}
 
     def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
@@ -181,17 +183,18 @@ class Sender:
 
     def acknowledged(self, link: int, ack: Ack) -> None:
         transfer = self._live(link, ack.transfer, ack.epoch)
-        if transfer is None or ack.number not in transfer.in_flight:
+        if transfer is None:
             return
-        transfer.in_flight.remove(ack.number)
-        transfer.credits += 1
         transfer.progress_s = self._clock.now()
-        if not ack.ok:
-            transfer.failures[ack.number] += 1
-            transfer.todo.appendleft(ack.number)
-            if transfer.failures[ack.number] > self._options.num_retries:
+        landed = transfer.in_flight.intersection(ack.good)
+        transfer.in_flight -= landed
+        transfer.credits += len(landed)
+        for number in transfer.in_flight.intersection(ack.damaged):
+            transfer.take_back(number)
+            transfer.failures[number] += 1
+            if transfer.failures[number] > self._options.num_retries:
                 self._fail(
-                    transfer, TransferStatus.CORRUPT, f"chunk {ack.number} arrived damaged again and again"
+                    transfer, TransferStatus.CORRUPT, f"chunk {number} arrived damaged again and again"
                 )
                 return
         self._send_more(transfer)
@@ -303,8 +306,9 @@ class Sender:
         transfer.num_posted -= 1
         self._num_sent += 1
         self._note_quiet(transfer)
-        for each in self._on(transfer.link):
-            self._send_more(each)
+        starved, self._starved = self._starved, set()
+        for number in starved & self._transfers.keys():
+            self._send_more(self._transfers[number])
 
     def _note_quiet(self, transfer: Outgoing) -> None:
         if transfer.outcome is not None and transfer.is_quiet:
@@ -343,6 +347,7 @@ class Sender:
                     self._submit(transfer, agreed)
                 else:
                     transfer.is_pumping = False
+                    self._starved.add(transfer.ticket.transfer_id)
                     self._note_quiet(transfer)
             return
         except Exception as error:

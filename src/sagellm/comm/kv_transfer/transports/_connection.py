@@ -27,8 +27,8 @@ MAX_MESSAGE_BYTES = MAX_TOKENS * TOKEN_BYTES + MAX_NOTE_BYTES
 """Of a payload that is no chunk: the tokens of an offer and its note."""
 MAX_BUFFERS = 512
 """In one call: half of what Linux takes."""
-READ_BYTES = 16 << 20
-"""Read from a connection before others have their turn."""
+READ_BYTES = 2 << 20
+"""Read from a connection before others have their turn, and chunks are acknowledged."""
 
 
 class Flag(Enum):
@@ -128,9 +128,11 @@ class Connection:
     def read(self, dropped: memoryview) -> None:
         """Read what is there, up to `READ_BYTES`. Raises `OSError`, and what `then` raises."""
         left = READ_BYTES
-        while left > 0:
+        while True:
             while not self.views and not self.num_discarded:
                 self.then()
+            if left <= 0:
+                return
             try:
                 num_bytes = self._receive(dropped)
             except BlockingIOError:

@@ -33,9 +33,8 @@ from sagellm.core.protocols.kv_transfer import Message
 log = logging.getLogger("sagellm.kv_transfer")
 NUM_SLOTS = 8
 SLOT_FREE = 255
-"""A message of this transport: the head is the slot's number."""
+"""A message of this transport: the head has the numbers of slots."""
 _EXTRA = struct.Struct("<QI")
-_SLOT = struct.Struct("<H")
 assert _EXTRA.size == EXTRA_BYTES
 
 
@@ -78,8 +77,9 @@ class SharedMemoryTransport(StreamTransport):
             raise ConfigError(f"shared memory has 1 to {1 << 10} slots, not {num_slots}")
         self._num_slots = num_slots
         self._slots: dict[int, Slots] = {}
+        self._freed: list[tuple[Connection, int]] = []
         self._lock = threading.Lock()
-        """Guards the two above and their slots."""
+        """Guards slots."""
 
     def _listen(self) -> socket.socket:
         self._folder = tempfile.mkdtemp(prefix="sagellm-kv-")
@@ -199,22 +199,35 @@ class SharedMemoryTransport(StreamTransport):
         if place is not None:
             place.write(slots.slot(found.slot, found.payload_bytes))
             self._endpoint.filled(connection.link, place)
-        buffers = frame(SLOT_FREE, _SLOT.pack(found.slot), (), Flag.SMALL)
-        connection.outgoing.append(OutFrame(buffers))
+        if not self._freed:
+            self._submit(self._tell_freed)
+        self._freed.append((connection, found.slot))
         self._expect_frame(connection)
+
+    def _tell_freed(self) -> None:
+        """One message for all slots of a connection that were copied from meanwhile."""
+        freed: dict[int, list[int]] = {}
+        for connection, slot in self._freed:
+            if self._connections.get(connection.link) is connection:
+                freed.setdefault(connection.link, []).append(slot)
+        self._freed.clear()
+        for link, slots in freed.items():
+            self._post(link, Message(SLOT_FREE, struct.pack(f"<{len(slots)}H", *slots)))
 
     def _take_message(self, connection: Connection, message: Message) -> None:
         if message.kind != SLOT_FREE:
             super()._take_message(connection, message)
             return
         with self._lock:
-            slots = self._slots.get(connection.link)
-            number = _SLOT.unpack(message.head)[0] if len(message.head) == _SLOT.size else -1
-            token = None if slots is None else slots.tokens.pop(number, None)
-            if slots is None or token is None:
-                return  # a duplicate
-            slots.free.append(number)
-        self._endpoint.sent(connection.link, token)
+            slots = self._slots[connection.link]
+            numbers = struct.unpack(f"<{len(message.head) // 2}H", message.head[: len(message.head) // 2 * 2])
+            tokens = []
+            for number in numbers:
+                if number in slots.tokens:  # else it is a duplicate
+                    tokens.append(slots.tokens.pop(number))
+                    slots.free.append(number)
+        for token in tokens:
+            self._endpoint.sent(connection.link, token)
 
 
 def _address(memory: memoryview) -> int:
