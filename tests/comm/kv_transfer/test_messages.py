@@ -18,7 +18,7 @@ from sagellm.comm.kv_transfer.messages import (
     End,
     Hello,
     Offer,
-    Refused,
+    Refusal,
 )
 from sagellm.comm.kv_transfer.transports._connection import (
     MAX_MESSAGE_BYTES,
@@ -34,7 +34,7 @@ from tests.comm.kv_transfer.test_layouts import HELLO
 
 MESSAGES: list[Any] = [
     HELLO,
-    Refused("why"),
+    Refusal("why"),
     Offer(1, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False),
     Accept(1, 2, 3, 4),
     Ack(1, 2, (3, 4), (5,)),

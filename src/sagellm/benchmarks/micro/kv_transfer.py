@@ -1,4 +1,4 @@
-"""`sagellm bench micro kv_transfer`: KV to another process, beside a copy and a plain socket.
+"""`sagellm bench micro kv_transfer`: KV to another process, beside plain copies.
 
 Section b: GB/s of a path of distinct 1 MB blocks, all of it with authentication, checksums and the receiver's
 prefix index. `memcpy` copies the same blocks within one process, `raw socket` sends them in a loop over TCP
@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 
 from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
-from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, Node, OneArray
+from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, OneArray, TransferNode
 from sagellm.benchmarks.process import child_environment
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.core.errors import BookkeepingError, UnknownNameError
@@ -43,7 +43,7 @@ class Pair:
 
     def __init__(self, kind: str, num_blocks: int, stack: ExitStack) -> None:
         self._peer = _Peer(kind, num_blocks, stack)
-        self._node = Node("bench", kind, num_blocks)
+        self._node = TransferNode("bench", kind, num_blocks)
         stack.callback(self._node.channel.close)
         self._tokens = Tokens(range(num_blocks * BLOCK_TOKENS))
         self._node.cache(self._tokens)

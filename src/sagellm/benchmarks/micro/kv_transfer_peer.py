@@ -68,7 +68,7 @@ class OneArray:
             np.copyto(self.rows[block], row)
 
 
-class Node:
+class TransferNode:
     """A channel, and a prefix cache of so many blocks."""
 
     def __init__(self, name: str, kind: str, num_blocks: int) -> None:
@@ -101,7 +101,7 @@ class Node:
 
 
 def receive(kind: str, num_blocks: int) -> None:
-    node = Node("peer", kind, num_blocks)
+    node = TransferNode("peer", kind, num_blocks)
     print(node.channel.metadata().decode(), flush=True)
     while True:
         node.channel.wait(1.0)
@@ -111,7 +111,7 @@ def receive(kind: str, num_blocks: int) -> None:
 
 
 def receive_raw(num_blocks: int) -> None:
-    """Read blocks of 1 MB into distinct memory; answer with a byte when all are there."""
+    """Read all blocks into distinct memory, and answer with a byte; again and again."""
     memory, listener = OneArray(num_blocks), socket.create_server(("127.0.0.1", 0))
     print(json.dumps(listener.getsockname()), flush=True)
     sock, _ = listener.accept()

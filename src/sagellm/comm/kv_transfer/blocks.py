@@ -18,7 +18,7 @@ RAW = "raw"
 
 
 class InstanceBlocks:
-    """The blocks of an instance, with the codec that it has for transfers, if any.
+    """The blocks of an instance, and the codec of its transfers, if any.
 
     Blocks without views (a GPU's) are copied once on their way, into memory from which a link sends.
     """
@@ -39,7 +39,10 @@ class InstanceBlocks:
     def payload(
         self, ids: Sequence[int], chunk: ChunkSpan, agreed: Agreement, reserved: memoryview | None
     ) -> tuple[str, Sequence[Buffer]]:
-        """The codec and the bytes of a chunk of blocks `ids`; in `reserved`, if there is such memory."""
+        """The codec and the bytes of a chunk, which has blocks `ids`.
+
+        They are in `reserved`, if there is such memory.
+        """
         if agreed.codec and not chunk.num_layers:
             whole = self._gathered(ids, agreed)
             assert self.codec is not None
@@ -87,7 +90,7 @@ class InstanceBlocks:
         return cut_views(self._views(ids), self._per_block, chunk.spans)
 
     def write(self, ids: Sequence[int], agreed: Agreement, data: Buffer) -> None:
-        """Bring whole blocks from the wire into blocks, or the heads that came into theirs."""
+        """Bring whole blocks from the wire, or the heads that came, into blocks."""
         if not agreed.is_partial:
             self._memory.write_blocks(ids, data)
             return

@@ -37,7 +37,7 @@ from sagellm.comm.kv_transfer.messages import (
     End,
     Hello,
     Kind,
-    Refused,
+    Refusal,
 )
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.receiving import Place, Receiver
@@ -242,7 +242,7 @@ class TransferChannel:
             elif message.kind == Kind.END:
                 self._sender.ended(link, End.unpack(head))
             elif message.kind == Kind.REFUSED:
-                self._refuse(link, state, Refused.unpack(head).reason)
+                self._refuse(link, state, Refusal.unpack(head).reason)
             else:
                 raise KVDataError(f"a message of kind {message.kind} is not expected here")
 
@@ -308,11 +308,11 @@ class TransferChannel:
             else:
                 self._sender.offer_due(link)
             return
-        answer: Hello | Refused = self._hello
+        answer: Hello | Refusal = self._hello
         try:
             state.agreed = agree(theirs, self._hello)
         except KVDataError as error:
-            answer = Refused(str(error)[:2000])
+            answer = Refusal(str(error)[:2000])
         self._transport.post(link, Message(answer.kind, answer.pack()))
 
     def _refuse(self, link: int, state: _Link, reason: str) -> None:

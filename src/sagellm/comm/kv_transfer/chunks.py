@@ -1,4 +1,4 @@
-"""Cuts blocks into chunks: both sides make the same list, and a chunk is named by its number in it."""
+"""Cuts blocks into chunks. Both sides make the same list; a chunk is a number in it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cut(num_blocks: int, block_bytes: int, chunk_bytes: int, *, has_views: bool)
 
 
 def cut_by_layer(num_blocks: int, layout: BlockLayout, chunk_bytes: int) -> list[ChunkSpan]:
-    """All blocks of the first layer, then of the second, ...; a chunk has one layer of a run of blocks."""
+    """Runs of blocks of the first layer, then of the second, and so on."""
     chunks: list[ChunkSpan] = []
     for layer in range(layout.num_layers):
         spans = layer_spans(layout, layer)

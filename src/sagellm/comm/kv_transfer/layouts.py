@@ -1,4 +1,4 @@
-"""Which blocks of another instance can be taken, and how their bytes are put into another order.
+"""Which blocks of another instance can be taken, and how they are converted.
 
 On the wire, blocks have the order of the receiver's layout, and the heads that both sides have. The sender
 reorders, the receiver only puts its heads in place; between equal layouts neither does anything.

@@ -187,7 +187,7 @@ class Hello(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(_Json):
+class Refusal(_Json):
     """The models or layouts of two instances differ, and why. Ends all transfers between them."""
 
     kind = Kind.REFUSED

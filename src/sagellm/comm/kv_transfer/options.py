@@ -15,7 +15,9 @@ HashesOf: TypeAlias = Callable[[bytes, Namespace], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """`credits`: chunks of a transfer on their way; `max_credits`: of all transfers to this instance.
+    """Settings of a channel.
+
+    `credits`: chunks of a transfer on their way; `max_credits`: of all transfers to this instance.
 
     An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a link is disconnected. A
     transfer is tried `num_retries` times more, with a pause of `backoff_s` that doubles; so is a damaged

@@ -64,7 +64,7 @@ class ArrivalBlocks:
     is_open: bool = True
 
     def close(self) -> None:
-        """Waits for the write that is under way: of one chunk, without any wait for a network."""
+        """Wait for the copy that is under way, which waits for no network."""
         with self.lock:
             self.is_open = False
 
@@ -131,8 +131,9 @@ class Place:
 
 
 class Receiver:
-    """Methods are called with the channel's lock held, but for `_finish` and `_accept`, which the worker
-    runs.
+    """What comes to an instance.
+
+    Methods are called with the channel's lock held, but for `filled` and what the worker runs.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Receiver:
         )
 
     def filled(self, place: Place) -> None:
-        """A chunk that is in its blocks is verified at once, while it is in the processor's cache."""
+        """Verify a chunk that is in its blocks while the processor's cache has it."""
         if place.in_place:
             self._finish(place)
         else:
@@ -290,7 +291,7 @@ class Receiver:
     # -- on the engine's thread
 
     def advance(self) -> None:
-        """End what is whole, has failed or has stalled; begin what there is room for."""
+        """End what is whole or has failed; begin what there is room for."""
         now = self._clock.now()
         for key, incoming in list(self._incoming.items()):
             if incoming.failure is None and now - incoming.progress_s > self._options.stall_s:
@@ -309,7 +310,10 @@ class Receiver:
             self._offers.popleft()
 
     def _begin(self, waiting: Waiting, *, is_last: bool) -> bool:
-        """Answer an offer; False if it waits for credits or room, which a last try does not."""
+        """Answer an offer; False if it waits for credits or room.
+
+        A last try does not wait.
+        """
         assert self._arrivals is not None
         num_blocks = waiting.offer.num_blocks
         namespace = Namespace(*waiting.offer.namespace)
@@ -391,7 +395,7 @@ class Receiver:
         self._offers.clear()
 
     def _end(self, target: ArrivalBlocks) -> None:
-        """Publish an arrival, if all that share it have ended well or one has failed."""
+        """Publish an arrival, if all its transfers are whole or one has failed."""
         sharing = {key: each for key, each in self._incoming.items() if each.target is target}
         failures = [each.failure for each in sharing.values() if each.failure is not None]
         is_covered = self._is_covered(target)

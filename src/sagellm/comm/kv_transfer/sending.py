@@ -322,14 +322,14 @@ class Sender:
             self._submit(transfer, agreed)
 
     def _submit(self, transfer: Outgoing, agreed: Agreement) -> None:
-        """Make one chunk: where bytes are sent as they lie, on the transport's thread, else on the worker."""
+        """Have a chunk made, on the transport's thread if its bytes go unchanged."""
         if agreed.has_views and not agreed.codec:
             self._transport.call(partial(self._pump, transfer))
         else:
             self._worker.submit(self._pump, transfer)
 
     def _pump(self, transfer: Outgoing) -> None:
-        """Make and post a chunk, then the next one, as long as there are credits. Without the lock."""
+        """Make and post a chunk, and go on while there are credits. Without the lock."""
         with self._changed:
             agreed, accept = self._agreement_of(transfer.link), transfer.accept
             number = None if agreed is None or accept is None else transfer.next_chunk()

@@ -48,7 +48,7 @@ class TransferStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The order of numbers in the bytes of a block, so that another order can be made from it.
+    """The order of numbers in the bytes of a block.
 
     `axes` names the axes from the outermost on, each of `AXES` once: token-first is
     `kv.layer.token.head.dim`, head-first `kv.layer.head.token.dim`. The block holds heads `first_head` to
@@ -104,8 +104,8 @@ class BlockLayout:
 class KVPath(NamedTuple):
     """Blocks to send: KV of the first `len(block_ids)` whole blocks of `tokens`.
 
-    The caller keeps them pinned until the report that ends their transfer. `note`: bytes for whoever
-    receives them (the drawn token, say), at most `MAX_NOTE_BYTES`.
+    The caller keeps them pinned until the report that ends their transfer. `note`: bytes for the
+    engine that receives them (the drawn token, say), at most `MAX_NOTE_BYTES`.
     """
 
     request_id: str
@@ -178,7 +178,7 @@ class KVTransferChannel(Protocol):
         """
 
     def computed(self, ticket: Ticket, num_layers: int) -> None:
-        """The first `num_layers` layers of a transfer by layer are computed, for all of its blocks."""
+        """The first `num_layers` layers of a transfer by layer are computed."""
 
     def poll(self) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once."""
@@ -207,7 +207,7 @@ class KVTransferChannel(Protocol):
 
 
 class BlockViews(Protocol):
-    """`BlockBytes` whose memory a CPU may reach: bytes move there and from there without a further copy."""
+    """`BlockBytes` whose memory a CPU may reach, so that bytes need no further copy."""
 
     @property
     def has_views(self) -> bool:
@@ -255,19 +255,19 @@ class Message(NamedTuple):
 
 
 class TransportEndpoint(Protocol):
-    """What a transport calls, on its own thread and with none of its locks held. None of it may block."""
+    """What a transport calls, on its own thread, with no lock held. Nothing may block."""
 
     def message(self, link: int, message: Message) -> None:
         """A message that is no chunk has arrived."""
 
     def place(self, link: int, head: bytes, num_bytes: int) -> ChunkPlace | None:
-        """Where the payload of this chunk is to go; None: nowhere, it is late or a duplicate."""
+        """Where the payload of a chunk goes; None if it comes late or again."""
 
     def filled(self, link: int, place: ChunkPlace) -> None:
         """The place has its payload."""
 
     def sent(self, link: int, token: int) -> None:
-        """The payload of a chunk is not read any more: it was sent, or the link was lost."""
+        """The payload of a chunk is not read any more: sent, or lost."""
 
     def lost(self, link: int, reason: str) -> None:
         """A link could not be connected or has ended. The next `post` connects again."""
@@ -297,7 +297,7 @@ class TransportEngine(Protocol):
         """
 
     def reserve(self, link: int, num_bytes: int) -> memoryview | None:
-        """Memory of the transport in which the payload of a chunk is best made; None: any memory will do.
+        """Memory in which the payload of a chunk is best made, if any.
 
         It belongs to the caller until a `post` with it, or `discard`. Raises `BlockingIOError` if all of it
         is in use: `sent` says when to try again.
@@ -310,7 +310,7 @@ class TransportEngine(Protocol):
         """Queue a message; returns at once."""
 
     def call(self, task: Callable[[], None]) -> None:
-        """Have the thread that calls the endpoint run a short task, behind what was posted before."""
+        """Have the endpoint's thread run a short task, behind what was posted before."""
 
     def reset(self, link: int, reason: str) -> None:
         """Disconnect a link, which is `lost` then."""

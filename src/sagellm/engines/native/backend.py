@@ -264,7 +264,7 @@ class NativeBackend:
         return PoolBytes(self._kv.as_bytes())
 
     def block_axes(self) -> str:
-        """The order of numbers in the bytes of a block, for `BlockLayout`; empty where layers differ."""
+        """The axes of a block's bytes, for `BlockLayout`; empty where layers differ."""
         schema = self._schema
         is_plain = not (schema.groups or schema.values_in_keys or schema.layer_shapes or schema.state_bytes)
         return "kv.layer.token.head.dim" if is_plain else ""

@@ -139,9 +139,8 @@ class KVCacheManager:
         )  # fmt: skip
         parts = index, self._tables, self.quotes, quota, self.namespace_of
         self.loads = None if tiers is None else TierLoads(tiers, *parts)
-        self.hints = KVHints(
-            index, sharing.namespace_of, now, self.loads, checkpoints=self.checkpoints, tiers=tiers
-        )
+        loads, kept = self.loads, self.checkpoints
+        self.hints = KVHints(index, self.namespace_of, now, loads, checkpoints=kept, tiers=tiers)
 
     # -- what running requests hold
 

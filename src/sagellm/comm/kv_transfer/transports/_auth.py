@@ -1,4 +1,4 @@
-"""Two sides prove to each other that they have the same key, before anything else is read.
+"""Two sides prove to each other that they have the same key.
 
 Challenge and response with HMAC-SHA256 over fresh numbers of both sides; the side that connects proves first:
 

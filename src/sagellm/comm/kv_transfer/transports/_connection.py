@@ -1,4 +1,4 @@
-"""One socket of a stream transport: what is read from it and written to it, without waiting.
+"""One socket of a stream transport: frames are read and written without waiting.
 
 A frame is a prefix, a head and a payload. The prefix has a checksum of itself and the head, and, but for
 chunks, of the payload too. Every size is compared with its limit before memory is taken for it.
@@ -99,7 +99,7 @@ def verify(found: FrameHead, head: bytes, payload: bytes | bytearray = b"") -> N
 
 
 @dataclass(slots=True)
-class Connection:
+class PeerSocket:
     """A socket that does not block. `views` are filled next; then `then` is called, which says what follows.
 
     `place` locks what is filled, if that are blocks. `deadline_s`: until when it must have authenticated;

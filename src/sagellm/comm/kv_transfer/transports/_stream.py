@@ -23,10 +23,10 @@ from sagellm.comm.kv_transfer.transports._auth import (
 )
 from sagellm.comm.kv_transfer.transports._connection import (
     PREFIX,
-    Connection,
     Flag,
     FrameHead,
     OutFrame,
+    PeerSocket,
     frame,
     parse,
     verify,
@@ -57,7 +57,7 @@ class StreamTransport:
         self._key, self._auth_s, self._clock = check_key(key), auth_s, clock or MonotonicClock()
         self._addresses: dict[int, Mapping[str, str | int]] = {}
         """By link that is ours."""
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, PeerSocket] = {}
         self._links = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._tasks: deque[Callable[[], None]] = deque()
@@ -142,7 +142,7 @@ class StreamTransport:
         except Exception:  # the connections go on
             log.exception("a task of KV transfer failed")
 
-    def _serve(self, connection: Connection, events: int) -> None:
+    def _serve(self, connection: PeerSocket, events: int) -> None:
         try:
             if connection.is_connecting and events & selectors.EVENT_WRITE:
                 if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -157,7 +157,7 @@ class StreamTransport:
             log.exception("a connection of KV transfer failed")
             self._lose(connection, f"{type(error).__name__}: {error}")
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: PeerSocket) -> None:
         """Send what is queued; raises `OSError`."""
         if self._connections.get(connection.link) is not connection:
             return
@@ -169,7 +169,7 @@ class StreamTransport:
         if self._selector.get_key(connection.sock).events != wants:
             self._selector.modify(connection.sock, wants, connection)
 
-    def _written(self, connection: Connection, sent: OutFrame) -> None:
+    def _written(self, connection: PeerSocket, sent: OutFrame) -> None:
         if sent.token is not None and not sent.in_slot:
             self._endpoint.sent(connection.link, sent.token)
 
@@ -197,7 +197,7 @@ class StreamTransport:
         except OSError as error:
             self._lose(connection, str(error))
 
-    def _framed(self, connection: Connection, message: Message) -> OutFrame:
+    def _framed(self, connection: PeerSocket, message: Message) -> OutFrame:
         payload = [memoryview(part).cast("B") for part in message.payload]
         if not message.is_chunk:
             payload = [memoryview(bytes(part)) for part in payload]
@@ -231,7 +231,7 @@ class StreamTransport:
         connection.expect([memoryview(response)], answer)
         self._serve(connection, 0)
 
-    def _connect(self, link: int) -> Connection | None:
+    def _connect(self, link: int) -> PeerSocket | None:
         try:
             sock = self._dial(self._addresses[link])
         except OSError as error:
@@ -254,22 +254,22 @@ class StreamTransport:
         self._selector.modify(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         return connection
 
-    def _register(self, sock: socket.socket, link: int, *, is_ours: bool) -> Connection:
+    def _register(self, sock: socket.socket, link: int, *, is_ours: bool) -> PeerSocket:
         sock.setblocking(False)
-        connection = Connection(sock, link, is_ours, self._clock.now() + self._auth_s)
+        connection = PeerSocket(sock, link, is_ours, self._clock.now() + self._auth_s)
         self._connections[link] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         return connection
 
-    def _prove(self, connection: Connection, respond: Callable[[bytes], bytes]) -> None:
+    def _prove(self, connection: PeerSocket, respond: Callable[[bytes], bytes]) -> None:
         """Send our response, with what the transport adds to it."""
         response = respond(bytes(EXTRA_BYTES))
         connection.outgoing.append(OutFrame(deque([memoryview(response)])))
 
-    def _shares(self, connection: Connection, extra: bytes) -> None:
+    def _shares(self, connection: PeerSocket, extra: bytes) -> None:
         """The peer has proved to have the key, and says what it shares."""
 
-    def _open(self, connection: Connection) -> None:
+    def _open(self, connection: PeerSocket) -> None:
         """Both sides have the key."""
         connection.deadline_s = None
         connection.outgoing.extend(connection.held)
@@ -283,7 +283,7 @@ class StreamTransport:
         elif link in self._addresses:
             self._endpoint.lost(link, reason)
 
-    def _lose(self, connection: Connection, reason: str) -> None:
+    def _lose(self, connection: PeerSocket, reason: str) -> None:
         if self._connections.get(connection.link) is not connection:
             return
         del self._connections[connection.link]
@@ -293,8 +293,8 @@ class StreamTransport:
             self._endpoint.sent(connection.link, token)
         self._endpoint.lost(connection.link, reason)
 
-    def _forget(self, connection: Connection) -> list[int]:
-        """What a connection holds is free; returns the tokens of chunks that are not read any more."""
+    def _forget(self, connection: PeerSocket) -> list[int]:
+        """Free what a connection holds; returns tokens of chunks that were not sent."""
         for fd in connection.fds:
             os.close(fd)
         frames = [*connection.outgoing, *connection.held]
@@ -302,7 +302,7 @@ class StreamTransport:
 
     # -- frames that come
 
-    def _expect_frame(self, connection: Connection) -> None:
+    def _expect_frame(self, connection: PeerSocket) -> None:
         prefix = bytearray(PREFIX.size)
 
         def parsed() -> None:
@@ -312,7 +312,7 @@ class StreamTransport:
 
         connection.expect([memoryview(prefix)], parsed)
 
-    def _take_head(self, connection: Connection, found: FrameHead, head: bytes) -> None:
+    def _take_head(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
         if found.flag is not Flag.SMALL:
             verify(found, head)
             self._take_chunk(connection, found, head)
@@ -326,10 +326,10 @@ class StreamTransport:
 
         connection.expect([memoryview(payload)], whole)
 
-    def _take_message(self, connection: Connection, message: Message) -> None:
+    def _take_message(self, connection: PeerSocket, message: Message) -> None:
         self._endpoint.message(connection.link, message)
 
-    def _take_chunk(self, connection: Connection, found: FrameHead, head: bytes) -> None:
+    def _take_chunk(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
         if found.flag is not Flag.CHUNK:
             raise KVDataError("a payload in shared memory, which this transport has not")
         place = self._endpoint.place(connection.link, head, found.payload_bytes)

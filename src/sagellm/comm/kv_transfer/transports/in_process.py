@@ -20,7 +20,10 @@ log = logging.getLogger("sagellm.kv_transfer")
 
 
 class InProcessNetwork:
-    """Delivers messages in order, on a thread of its own; with `threaded=False` where `run_one` is called."""
+    """Delivers messages in order, on a thread of its own.
+
+    With `threaded=False` it has none, and `run_one` delivers.
+    """
 
     def __init__(self, *, threaded: bool = True) -> None:
         self.nodes: dict[str, InProcessTransport] = {}

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from sagellm.comm.kv_transfer.transports._auth import EXTRA_BYTES
-from sagellm.comm.kv_transfer.transports._connection import Connection, Flag, FrameHead, OutFrame, frame
+from sagellm.comm.kv_transfer.transports._connection import Flag, FrameHead, OutFrame, PeerSocket, frame
 from sagellm.comm.kv_transfer.transports._stream import AUTH_S, StreamTransport
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock
@@ -77,7 +77,7 @@ class SharedMemoryTransport(StreamTransport):
             raise ConfigError(f"shared memory has 1 to {1 << 10} slots, not {num_slots}")
         self._num_slots = num_slots
         self._slots: dict[int, Slots] = {}
-        self._freed: list[tuple[Connection, int]] = []
+        self._freed: list[tuple[PeerSocket, int]] = []
         self._lock = threading.Lock()
         """Guards slots."""
 
@@ -115,7 +115,7 @@ class SharedMemoryTransport(StreamTransport):
 
     # -- slots
 
-    def _prove(self, connection: Connection, respond: Callable[[bytes], bytes]) -> None:
+    def _prove(self, connection: PeerSocket, respond: Callable[[bytes], bytes]) -> None:
         slot_bytes = cdiv(self.max_payload_bytes, mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("sagellm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -131,8 +131,11 @@ class SharedMemoryTransport(StreamTransport):
         with self._lock:
             self._slots[connection.link] = slots
 
-    def _shares(self, connection: Connection, extra: bytes) -> None:
-        """Map the peer's slots; it must not be able to shrink them, since reading would crash then."""
+    def _shares(self, connection: PeerSocket, extra: bytes) -> None:
+        """Map the peer's slots.
+
+        It must not be able to shrink them, since reading would crash then.
+        """
         slot_bytes, num_slots = _EXTRA.unpack(extra)
         if (
             len(connection.fds) != 1
@@ -167,7 +170,7 @@ class SharedMemoryTransport(StreamTransport):
             if slots is not None and number is not None:
                 slots.free.append(number)
 
-    def _framed(self, connection: Connection, message: Message) -> OutFrame:
+    def _framed(self, connection: PeerSocket, message: Message) -> OutFrame:
         with self._lock:
             slots = self._slots.get(connection.link)
             number = None
@@ -180,13 +183,13 @@ class SharedMemoryTransport(StreamTransport):
         buffers = frame(message.kind, message.head, payload, Flag.SLOT, number)
         return OutFrame(buffers, message.token, in_slot=True)
 
-    def _forget(self, connection: Connection) -> list[int]:
+    def _forget(self, connection: PeerSocket) -> list[int]:
         with self._lock:
             slots = self._slots.pop(connection.link, None)
         in_slots = [] if slots is None else list(slots.tokens.values())
         return super()._forget(connection) + in_slots
 
-    def _take_chunk(self, connection: Connection, found: FrameHead, head: bytes) -> None:
+    def _take_chunk(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
         slots = self._slots.get(connection.link)
         if found.flag is Flag.CHUNK:
             super()._take_chunk(connection, found, head)
@@ -214,7 +217,7 @@ class SharedMemoryTransport(StreamTransport):
         for link, slots in freed.items():
             self._post(link, Message(SLOT_FREE, struct.pack(f"<{len(slots)}H", *slots)))
 
-    def _take_message(self, connection: Connection, message: Message) -> None:
+    def _take_message(self, connection: PeerSocket, message: Message) -> None:
         if message.kind != SLOT_FREE:
             super()._take_message(connection, message)
             return
