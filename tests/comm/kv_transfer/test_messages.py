@@ -23,7 +23,7 @@ from sagellm.comm.kv_transfer.messages import (
 from sagellm.comm.kv_transfer.transports._connection import (
     MAX_MESSAGE_BYTES,
     PREFIX,
-    Flag,
+    SMALL,
     frame,
     parse,
     verify,
@@ -110,7 +110,7 @@ def test_a_hello_with_an_impossible_layout() -> None:
 
 @given(st.integers(0, 255), st.binary(max_size=60), st.binary(max_size=60), st.integers(0, 1 << 20))
 def test_a_damaged_frame_is_found(kind: int, head: bytes, payload: bytes, place: int) -> None:
-    data = bytearray(b"".join(frame(kind, head, [memoryview(payload)], Flag.SMALL)))
+    data = bytearray(b"".join(frame(kind, head, [memoryview(payload)], SMALL)))
     assert taken(bytes(data)) == (kind, head, payload)
     data[place % len(data)] ^= 1 << place % 8
     with pytest.raises(KVDataError):

@@ -2,12 +2,12 @@
 
 Section b: GB/s of a path of distinct 1 MB blocks, all of it with authentication, checksums and the receiver's
 prefix index. `memcpy` copies the same blocks within one process, `raw socket` sends them in a loop over TCP
-loopback. Each round measures all, one after the other; medians of the rounds, and of the rounds' ratios.
+loopback. Each round measures all, one after the other; medians of the rounds, and of the rounds' ratios. The
+CPU time of both sides says what bounds a rate where other processes use the machine.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import subprocess
@@ -31,7 +31,8 @@ from sagellm.core.types import Namespace, Tokens
 
 MEMCPY, RAW_SOCKET = "memcpy", "raw socket"
 REFERENCES = MappingProxyType({"shared_memory": MEMCPY, "tcp": RAW_SOCKET})
-GB_PER_S, RATIO, CPU = "GB/s", "of reference", "CPU us/MB"
+GB_PER_S, RATIO = "GB/s", "of reference"
+CPU = ("sender's CPU us/MB", "receiver's CPU us/MB")
 MEASURED = tuple(REFERENCES)
 TIMEOUT_S = 120.0
 ROUNDS = 3
@@ -60,8 +61,8 @@ class Pair:
         if reports[0].ticket != ticket or reports[0].status is not TransferStatus.DONE:
             raise BookkeepingError(f"a transfer of the benchmark failed: {reports[0]}")
 
-    def cpu_s(self) -> float:
-        return _cpu_s("self") + self._peer.cpu_s()
+    def cpu_s(self) -> tuple[float, float]:
+        return _cpu_s("self"), self._peer.cpu_s()
 
 
 class RawSocket:
@@ -82,8 +83,8 @@ class RawSocket:
         if self._sock.recv(1) != b"\1":
             raise BookkeepingError("the raw socket of the benchmark was closed")
 
-    def cpu_s(self) -> float:
-        return _cpu_s("self") + self._peer.cpu_s()
+    def cpu_s(self) -> tuple[float, float]:
+        return _cpu_s("self"), self._peer.cpu_s()
 
 
 class Memcpy:
@@ -96,8 +97,8 @@ class Memcpy:
         for source, target in zip(self._source.rows, self._target.rows, strict=True):
             np.copyto(target, source)
 
-    def cpu_s(self) -> float:
-        return _cpu_s("self")
+    def cpu_s(self) -> tuple[float, float]:
+        return _cpu_s("self"), 0.0
 
 
 class _Peer:
@@ -122,12 +123,9 @@ class _Peer:
 
 
 def _cpu_s(process: str) -> float:
-    """User and system time of a process; 0 where the system does not tell."""
-    stat = Path("/proc") / process / "stat"
-    if not stat.exists():
-        return 0.0
-    fields = stat.read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """What the threads of a process have run; 0 where the system does not tell."""
+    tasks = (Path("/proc") / process / "task").glob("*/schedstat")
+    return sum(int(task.read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
 
 
 def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
@@ -135,7 +133,7 @@ def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBench
     num_blocks = max(4, plan.moved_mb // 4)
     num_bytes = num_blocks * BLOCK_BYTES
     rates: dict[str, list[float]] = defaultdict(list)
-    cpu: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[list[float]]] = defaultdict(list)
     with ExitStack() as stack:
         cases: dict[str, Pair | RawSocket | Memcpy] = {}
         wanted = {name for variant in plan.variants for name in (variant, REFERENCES[variant])}
@@ -151,10 +149,12 @@ def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBench
                 began_s, spent_s = time.perf_counter(), case.cpu_s()
                 case.move()
                 rates[name].append(num_bytes / (time.perf_counter() - began_s) / 1e9)
-                cpu[name].append((case.cpu_s() - spent_s) / num_blocks * 1e6)
+                used = zip(case.cpu_s(), spent_s, strict=True)
+                cpu[name].append([(after - before) / num_blocks * 1e6 for after, before in used])
     for name in sorted(wanted):
         yield MicroBenchRow("b", name, num_blocks, "", GB_PER_S, round(statistics.median(rates[name]), 2))
-        yield MicroBenchRow("b", name, num_blocks, "", CPU, round(statistics.median(cpu[name]), 1))
+        for unit, used_us in zip(CPU, zip(*cpu[name], strict=True), strict=True):
+            yield MicroBenchRow("b", name, num_blocks, "", unit, round(statistics.median(used_us), 1))
     for variant in plan.variants:
         reference = REFERENCES[variant]
         ratio = statistics.median(map(float.__truediv__, rates[variant], rates[reference]))

@@ -371,8 +371,7 @@ class Sender:
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
         ids = transfer.path.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
         reserve, link = self._transport.reserve, transfer.link
-        num_bytes = max(chunk.num_bytes, len(ids) * agreed.wire_bytes if not chunk.num_layers else 0)
-        reserved = reserve(link, min(num_bytes, self._transport.max_payload_bytes))
+        reserved = reserve(link, self._transport.max_payload_bytes)
         try:
             codec, payload = self._blocks.payload(ids, chunk, agreed, reserved)
             header = BlockHeader(

@@ -11,7 +11,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import xxhash
@@ -31,17 +30,13 @@ READ_BYTES = 2 << 20
 """Read from a connection before others have their turn, and chunks are acknowledged."""
 
 
-class Flag(Enum):
-    """What a payload is. `SLOT`: it lies in memory that both sides share, and is not in the stream."""
-
-    SMALL = 0
-    CHUNK = 1
-    SLOT = 2
+SMALL, CHUNK, SLOT = range(3)
+"""What a payload is. SLOT: it lies in memory that both sides share, and is not in the stream."""
 
 
 class FrameHead(NamedTuple):
     kind: int
-    flag: Flag
+    flag: int
     slot: int
     head_bytes: int
     payload_bytes: int
@@ -61,40 +56,33 @@ class OutFrame:
 
 
 def frame(
-    kind: int, head: bytes, payload: Sequence[memoryview], flag: Flag, slot: int = 0
+    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, slot: int = 0
 ) -> deque[memoryview]:
     """The buffers of a frame."""
-    num_bytes = sum(len(part) for part in payload)
-    fields = FRAME_MAGIC, kind, flag.value, slot, len(head), num_bytes
-    state = xxhash.xxh3_64(PREFIX.pack(*fields, 0))
-    state.update(head)
-    if flag is Flag.SMALL:
-        for part in payload:
-            state.update(part)
-    packed = memoryview(PREFIX.pack(*fields, state.intdigest()) + head)
-    return deque((packed, *(part for part in payload if len(part) and flag is not Flag.SLOT)))
+    num_bytes = sum(map(len, payload))
+    fields = FRAME_MAGIC, kind, flag, slot, len(head), num_bytes
+    covered = b"".join((PREFIX.pack(*fields, 0), head, *(payload if flag == SMALL else ())))
+    packed = PREFIX.pack(*fields, xxhash.xxh3_64_intdigest(covered)) + head
+    return deque((memoryview(packed), *(part for part in payload if len(part) and flag != SLOT)))
 
 
 def parse(prefix: bytes, max_payload_bytes: int) -> FrameHead:
     """Raises `KVDataError` for what is no prefix, or too large."""
     magic, kind, flag, slot, head_bytes, payload_bytes, checksum = PREFIX.unpack(prefix)
-    if magic != FRAME_MAGIC or flag > Flag.SLOT.value:
+    if magic != FRAME_MAGIC or flag > SLOT:
         raise KVDataError("no frame of KV transfer: bytes were lost or damaged on the way")
-    most = MAX_MESSAGE_BYTES if flag == Flag.SMALL.value else max_payload_bytes
+    most = MAX_MESSAGE_BYTES if flag == SMALL else max_payload_bytes
     if head_bytes > MAX_HEAD_BYTES or payload_bytes > most:
         raise KVDataError(
             f"a frame of {head_bytes} and {payload_bytes} bytes, at most {MAX_HEAD_BYTES} and {most}"
         )
-    return FrameHead(kind, Flag(flag), slot, head_bytes, payload_bytes, checksum)
+    return FrameHead(kind, flag, slot, head_bytes, payload_bytes, checksum)
 
 
 def verify(found: FrameHead, head: bytes, payload: bytes | bytearray = b"") -> None:
     """Raises `KVDataError` if the bytes are not those that were sent."""
-    fields = FRAME_MAGIC, found.kind, found.flag.value, found.slot, found.head_bytes, found.payload_bytes
-    state = xxhash.xxh3_64(PREFIX.pack(*fields, 0))
-    state.update(head)
-    state.update(payload)
-    if state.intdigest() != found.checksum:
+    prefix = PREFIX.pack(FRAME_MAGIC, *found[:-1], 0)
+    if xxhash.xxh3_64_intdigest(b"".join((prefix, head, payload))) != found.checksum:
         raise KVDataError("a frame was damaged on the way")
 
 
@@ -119,6 +107,8 @@ class PeerSocket:
     """Bytes of a payload that are still to be read and dropped."""
     fds: list[int] = field(default_factory=list)
     is_connecting: bool = False
+    wants: int = 0
+    """The events that the selector waits for."""
 
     def expect(
         self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None

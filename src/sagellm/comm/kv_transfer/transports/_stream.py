@@ -22,8 +22,9 @@ from sagellm.comm.kv_transfer.transports._auth import (
     check_key,
 )
 from sagellm.comm.kv_transfer.transports._connection import (
+    CHUNK,
     PREFIX,
-    Flag,
+    SMALL,
     FrameHead,
     OutFrame,
     PeerSocket,
@@ -166,7 +167,8 @@ class StreamTransport:
         wants = selectors.EVENT_READ
         if connection.is_connecting or connection.outgoing:
             wants |= selectors.EVENT_WRITE
-        if self._selector.get_key(connection.sock).events != wants:
+        if connection.wants != wants:
+            connection.wants = wants
             self._selector.modify(connection.sock, wants, connection)
 
     def _written(self, connection: PeerSocket, sent: OutFrame) -> None:
@@ -201,8 +203,8 @@ class StreamTransport:
         payload = [memoryview(part).cast("B") for part in message.payload]
         if not message.is_chunk:
             payload = [memoryview(bytes(part)) for part in payload]
-            return OutFrame(frame(message.kind, message.head, payload, Flag.SMALL))
-        return OutFrame(frame(message.kind, message.head, payload, Flag.CHUNK), message.token)
+            return OutFrame(frame(message.kind, message.head, payload, SMALL))
+        return OutFrame(frame(message.kind, message.head, payload, CHUNK), message.token)
 
     # -- connections
 
@@ -251,14 +253,16 @@ class StreamTransport:
             self._open(connection)
 
         connection.expect([memoryview(challenge)], respond)
-        self._selector.modify(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        connection.wants = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.modify(sock, connection.wants, connection)
         return connection
 
     def _register(self, sock: socket.socket, link: int, *, is_ours: bool) -> PeerSocket:
         sock.setblocking(False)
         connection = PeerSocket(sock, link, is_ours, self._clock.now() + self._auth_s)
         self._connections[link] = connection
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        connection.wants = selectors.EVENT_READ
+        self._selector.register(sock, connection.wants, connection)
         return connection
 
     def _prove(self, connection: PeerSocket, respond: Callable[[bytes], bytes]) -> None:
@@ -313,7 +317,7 @@ class StreamTransport:
         connection.expect([memoryview(prefix)], parsed)
 
     def _take_head(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
-        if found.flag is not Flag.SMALL:
+        if found.flag != SMALL:
             verify(found, head)
             self._take_chunk(connection, found, head)
             return
@@ -330,7 +334,7 @@ class StreamTransport:
         self._endpoint.message(connection.link, message)
 
     def _take_chunk(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
-        if found.flag is not Flag.CHUNK:
+        if found.flag != CHUNK:
             raise KVDataError("a payload in shared memory, which this transport has not")
         place = self._endpoint.place(connection.link, head, found.payload_bytes)
         if place is None:

@@ -23,7 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from sagellm.comm.kv_transfer.transports._auth import EXTRA_BYTES
-from sagellm.comm.kv_transfer.transports._connection import Flag, FrameHead, OutFrame, PeerSocket, frame
+from sagellm.comm.kv_transfer.transports._connection import (
+    CHUNK,
+    SLOT,
+    FrameHead,
+    OutFrame,
+    PeerSocket,
+    frame,
+)
 from sagellm.comm.kv_transfer.transports._stream import AUTH_S, StreamTransport
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock
@@ -180,7 +187,7 @@ class SharedMemoryTransport(StreamTransport):
                 return super()._framed(connection, message)
             slots.tokens[number] = message.token
         payload = [memoryview(message.payload[0])]
-        buffers = frame(message.kind, message.head, payload, Flag.SLOT, number)
+        buffers = frame(message.kind, message.head, payload, SLOT, number)
         return OutFrame(buffers, message.token, in_slot=True)
 
     def _forget(self, connection: PeerSocket) -> list[int]:
@@ -191,7 +198,7 @@ class SharedMemoryTransport(StreamTransport):
 
     def _take_chunk(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
         slots = self._slots.get(connection.link)
-        if found.flag is Flag.CHUNK:
+        if found.flag == CHUNK:
             super()._take_chunk(connection, found, head)
             return
         if slots is None or found.slot >= len(slots.memory) // slots.slot_bytes:
