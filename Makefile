@@ -14,7 +14,7 @@ CODE := $(wildcard src tools tests benchmarks examples)
 TYPED := $(wildcard src tools tests benchmarks examples)
 FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/contracts tests/test_imports.py tests/test_public_surface.py)
 # Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
-TESTS := not gpu and not slow and not peer
+TESTS := not gpu and not slow and not peer and not root
 # As many at a time as there are cores, at most four: each holds a gigabyte.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile
 

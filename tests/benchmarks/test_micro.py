@@ -20,6 +20,7 @@ from sagellm.benchmarks.micro import (
     kv_bytes,
     kv_pool,
     kv_tiers,
+    kv_transfer,
     memory,
     overlap,
     prefix_cache,
@@ -343,3 +344,14 @@ def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
         *(f"{name}, {way}" for name in ("all_reduce", "broadcast")
           for way in (interconnect.ADAPTER, interconnect.PLAIN, interconnect.ADDED)),
     }  # fmt: skip
+
+
+def test_kv_transfer_has_every_row() -> None:
+    report = measured(kv_transfer.BENCHMARK, "b", tiny(*kv_transfer.MEASURED))
+    cases = {row.case for row in report.rows if row.unit == kv_transfer.GB_PER_S}
+    assert cases == {*kv_transfer.REFERENCES, *kv_transfer.REFERENCES.values()}
+    ratios = [row.value for row in report.rows if row.unit == kv_transfer.RATIO]
+    assert len(ratios) == 2
+    assert min(ratios) > 0
+    with pytest.raises(UnknownNameError, match="known are shared_memory, tcp"):
+        kv_transfer.BENCHMARK.check("rdma")

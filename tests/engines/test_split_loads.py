@@ -153,7 +153,7 @@ def test_a_request_that_is_preempted_begins_anew(overlap: bool) -> None:
     engine, slow = slow_engine(overlap=overlap)
     state = begin(engine)
     compute_head(engine, state)
-    engine._drain()
+    engine.drain()
     slow.may_read.set()
     assert engine._kv_waits is not None
     engine._kv_waits.give_way()

@@ -158,6 +158,16 @@ _add_micro(
     """,
 )
 _add_micro(
+    "kv_transfer",
+    "transport",
+    "shared_memory, tcp or both, as a,b; default: both.",
+    """Measure KV transfers to another process, with checksums, beside plain copies.
+
+    Section b: GB/s of 1 MB blocks in shared memory beside memcpy, and over TCP loopback beside a raw socket.
+    Takes 2 GB of memory, with --quick a sixteenth.
+    """,
+)
+_add_micro(
     "fusion",
     "way",
     "kernels, torch or both, as a,b; default: both.",

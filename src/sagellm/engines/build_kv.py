@@ -75,6 +75,7 @@ def build_kv(
     cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
     quota, capacity = _quota(config, num_blocks), num_blocks // max(1, len(groups))
+    takes_arrivals = config.prefix_caching and window is None and not groups and not state_pages
     sizes = {"total_blocks": num_blocks, "block_size": config.block_size}
     pool = registry("pool").create(config.pool, **sizes, clock=clock, quota=quota)
     index = _index(config, capacity, clock, cost_model, events)
@@ -91,6 +92,7 @@ def build_kv(
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
         tiers=None if tiers is None else tiers(index, pool),
+        arrivals=PrefixArrivals(index, pool) if takes_arrivals else None,
         prefill_token_s=prefill_token_s,
         metrics=PrefixReuseMetrics(
             {*config.tenant_shares, *itertools.chain(*config.sharing_groups.values())}
@@ -151,13 +153,13 @@ def build_tiers(
         raise _no_tiers("this backend does not give its KV blocks as bytes")
     is_windowed = bool(schema.groups) or capability.sliding_window is not None
     check_tiers(config, is_windowed=is_windowed, has_states=schema.state_bytes > 0)
-    costs, hashes_of = prefill_costs(capability), partial(_hashes_of, config.block_size)
+    costs, hashes = prefill_costs(capability), partial(hashes_of, config.block_size)
     storages: Mapping[Tier, BlockStorage]
     migrator: Migrator
     if source is None:
         assert simulated is not None
         block_bytes = schema.bytes_per_block
-        storages, migrator = simulated(_simulated_slots(config, block_bytes), hashes_of)
+        storages, migrator = simulated(_simulated_slots(config, block_bytes), hashes)
     else:
         data: BlockBytes = source()
         block_bytes = data.bytes_per_block
@@ -166,7 +168,7 @@ def build_tiers(
         if Tier.NVME in storages and config.disk_min_uses > 1:
             filters[Tier.NVME] = AdmissionFilter(storages[Tier.NVME].num_slots, config.disk_min_uses)
         migrator = KVMigrator(
-            data, storages, hashes_of, block_size=config.block_size,
+            data, storages, hashes, block_size=config.block_size,
             max_bytes_per_s=most and most * 1e9, filters=filters,
         )  # fmt: skip
 
@@ -181,7 +183,7 @@ def build_tiers(
             )
             if isinstance(storage, RemoteStorage):
                 assert isinstance(migrator, KVMigrator)
-                tiers.append(RemoteTier(*books, storage, hashes_of, clock, migrator.wake, quota))
+                tiers.append(RemoteTier(*books, storage, hashes, clock, migrator.wake, quota))
             else:
                 tiers.append(KVTier(name, *books, storage, quota))
             if num_blocks := tiers[-1].recover(block_hash):
@@ -242,7 +244,8 @@ def remote_options(config: KVConfig) -> RemoteOptions | None:
     return RemoteOptions(config.remote_url, config.remote_ttl_s, max_failures=1, max_put_bytes=num_bytes)
 
 
-def _hashes_of(block_size: int, path: bytes, namespace: Namespace) -> list[bytes]:
+def hashes_of(block_size: int, path: bytes, namespace: Namespace) -> list[bytes]:
+    """The chained hash of each whole block of a path."""
     return chain(path, block_size * TOKEN_BYTES, namespace)
 
 

@@ -176,7 +176,7 @@ class Engine:
         """Start a second request from the tokens of a running one. They share whole blocks of KV; the last,
         partial block is copied. The prompt of the new request is all tokens that the running one has; it is
         not scored again."""
-        self._drain()
+        self.drain()
         parent = self._request_table.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
@@ -198,7 +198,7 @@ class Engine:
         if state is None:
             return False
         if self.kv.is_published(request_id):  # the step that computes it may still fail
-            self._drain()
+            self.drain()
         if state.status is not RequestStatus.FINISHED:
             self._finish(Finish(state, FinishReason.ABORT))
         self._outputs.drop(request_id)
@@ -253,7 +253,7 @@ class Engine:
         return self._capability
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
-        self._drain()  # a step in flight that has published the prefix may fail
+        self.drain()  # a step in flight that has published the prefix may fail
         hit = self.kv.pin_prefix(tokens, namespace)
         return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
 
@@ -287,11 +287,14 @@ class Engine:
 
     def compact(self, max_copies: int | None = None) -> int:
         """Make free blocks contiguous with at most `max_copies` moves; returns their number. The backend
-        copies them now. If that fails, the error is raised and nothing has moved."""
-        self._drain()
+        copies them now. If that fails, the error is raised and nothing has moved. While blocks go to other
+        instances or come from there, nothing moves."""
+        self.drain()
         if self._kv_waits is not None:
             self._kv_waits.settle()
         kv = self.kv
+        if kv.pins.num_sent or (kv.arrivals is not None and kv.arrivals.num_blocks):
+            return 0
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
             return 0
@@ -337,7 +340,7 @@ class Engine:
         if not has_step:
             return self._take_outputs()
         if self._approximate is not None and self._approximate.is_ready:
-            self._drain()
+            self.drain()
             self._approximate.advance()
         current = self._in_flight or self._begin_step()
         following = None
@@ -380,7 +383,7 @@ class Engine:
         self._num_steps += 1
         self._emit_step(self.last_plan, current.began_s)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Complete the in-flight step, if there is one, and start no other."""
         if self._in_flight is not None:
             self._complete(self._in_flight)

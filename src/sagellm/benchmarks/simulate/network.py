@@ -1,4 +1,7 @@
-"""Transfers KV from prefill to decode instances: the time it takes, and its arrival."""
+"""Transfers KV from prefill to decode instances: the time it takes, and its arrival.
+
+Blocks arrive as those of real transfers do: `begin_receive`, then `publish` (`KVArrivals`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ from dataclasses import dataclass, field
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
-from sagellm.core.types import NO_ACCOUNT, Request
+from sagellm.core.types import Request
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.manager.tables import INDEX_OWNER
 
 SPARE_BLOCKS = 4
 """Blocks that a decode instance keeps free for each of its requests before it accepts another."""
@@ -98,18 +100,14 @@ def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:
     """Registers the whole blocks of the first `num_tokens` tokens as cached. Evicts what is needed for
     them. Returns the number of tokens cached now: fewer if running requests hold too many blocks. The
     last, partial block is not registered, since the index holds whole blocks; it is computed again."""
-    namespace, index, pool = kv.namespace_of(request.namespace), kv.index, kv.pool
-    hit = index.pin(index.lookup(request.tokens, namespace, num_tokens))
-    missing = min(num_tokens // kv.block_size - hit.num_blocks, kv.quotes.available_blocks())
-    if missing > 0:
-        kv.allocator.make_room(missing, NO_ACCOUNT)
-        own = pool.allocate(missing, f"received {request.request_id}")
-        if own is not None:
-            table = index.block_ids(hit) + own.block_ids
-            result = index.insert(request.tokens, table, namespace, pin=True)
-            pool.hand_over(own, 0, missing, INDEX_OWNER)
-            pool.free(own)
-            index.unpin(hit)
-            hit = result.hit
-    index.unpin(hit)
-    return hit.num_tokens
+    arrivals, namespace, tokens = kv.arrivals, kv.namespace_of(request.namespace), request.tokens
+    if arrivals is None:
+        raise ConfigError("this instance takes no KV: its model has sliding windows or recurrent states")
+    wanted = num_tokens // kv.block_size
+    hit = kv.pins.hold(kv.quotes.lookup(tokens, namespace, num_tokens))
+    room = hit.num_blocks + kv.quotes.available_blocks()
+    kv.pins.let_go(hit)
+    arrival = arrivals.begin_receive(tokens, namespace, min(wanted, room))
+    if arrival is not None:
+        arrivals.publish(arrival, len(arrival.block_ids))
+    return arrivals.num_cached(tokens, namespace, wanted) * kv.block_size

@@ -264,6 +264,10 @@ class KVArrivals(Protocol):
     def num_changes(self) -> int:
         """Grows with each arrival that begins or is published, for `KVQuotes.version`."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the arrivals that are open."""
+
     def serve(self, make_room: Callable[[int, Account], None], owner: str) -> None:
         """Set how room is made, and the index's name as an owner."""
 
@@ -281,6 +285,9 @@ class KVArrivals(Protocol):
         gets them by `hand_over`. None, and no change, if there are none to fill or too few could be made
         free.
         """
+
+    def num_cached(self, tokens: Tokens, namespace: Namespace, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks of a prefix the device has now."""
 
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = ...) -> int:
         """The first `num_blocks` blocks are filled and enter the prefix index.

@@ -1,28 +1,41 @@
-"""Contract of KV transfer: blocks of one instance's pool into the pool of another.
+"""Contracts of KV transfer: blocks of one instance enter the prefix index of another.
 
-    ticket = channel.transfer(blocks, target_node)      returns at once
-    for report in channel.poll(): ...                   never blocks
+    ticket = channel.transfer(path, "decode-1")     returns at once
+    for report in channel.poll(): ...               never blocks; ends each ticket once
+    for received in channel.received(): ...         what has arrived here from others
 
-The receiver allocates first and the sender frees last: a transfer that fails at any point leaves the source
-as it was and the target with blocks that it gives back. What does not verify at the target (fingerprint,
-dtype, layout, token hash, checksum) counts as not sent: a miss, never an answer.
+A channel speaks the protocol: it asks the target for room, sends chunks of about 1 MB as the target has
+credits, and the target verifies each and publishes what is whole. A transport below it moves the messages:
+over TCP, in shared memory, within a process.
+
+The receiver allocates first and the sender frees last. A transfer that fails at any point leaves the source
+as it was, and the target with the leading blocks that had verified. What does not verify at the target
+(model, layout, dtype, tokens, checksum) counts as not sent: a miss, never an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from sagellm.core.types import KVCacheSchema, KVChunk, TransportPlan
+from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+
+MAX_NOTE_BYTES = 64 << 10
+AXES = frozenset({"kv", "layer", "token", "head", "dim"})
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
 
 class TransferStatus(Enum):
     """Outcome of a transfer.
 
-    `RETRY`: the target had no room or the link was down; nothing changed, and the same call may succeed
-    later. `REFUSED`: the schemas differ, so it never will. `CORRUPT`: bytes arrived that failed verification.
+    `RETRY`: the target had no room or did not answer; the same call may succeed later, and sends only what
+    the target has not verified yet. `REFUSED`: models or layouts differ, so it never will. `CORRUPT`: bytes
+    arrived that failed verification, several times.
     """
 
     PENDING = "pending"
@@ -34,6 +47,76 @@ class TransferStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The order of numbers in the bytes of a block.
+
+    `axes` names the axes from the outermost on, each of `AXES` once: token-first is
+    `kv.layer.token.head.dim`, head-first `kv.layer.head.token.dim`. The block holds heads `first_head` to
+    `first_head + num_heads` of the model's `total_heads` KV heads: with tensor parallelism, those of a rank.
+    """
+
+    axes: str
+    num_layers: int
+    total_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    first_head: int = 0
+    num_heads: int = 0
+    """0: all of them."""
+
+    def __post_init__(self) -> None:
+        names = self.axes.split(".")
+        if len(names) != len(AXES) or set(names) != AXES or names[-1] != "dim":
+            raise ConfigError(f"axes {self.axes!r}: name kv, layer, token, head once, then dim")
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"KV of dtype {self.dtype!r}: known are {', '.join(ITEM_BYTES)}")
+        if not self.num_heads:
+            object.__setattr__(self, "num_heads", self.total_heads)
+        sizes = self.num_layers, self.head_dim, self.block_size, self.num_heads
+        if min(sizes) < 1 or self.first_head < 0 or self.first_head + self.num_heads > self.total_heads:
+            raise ConfigError(f"{self}: heads of a block lie within the model's, and no size is 0")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a block, in the order of `axes`."""
+        sizes = {
+            "kv": 2, "layer": self.num_layers, "token": self.block_size,
+            "head": self.num_heads, "dim": self.head_dim,
+        }  # fmt: skip
+        return tuple(sizes[axis] for axis in self.axes.split("."))
+
+    @property
+    def bytes_per_block(self) -> int:
+        numbers = 2 * self.num_layers * self.block_size * self.num_heads * self.head_dim
+        return numbers * ITEM_BYTES[self.dtype]
+
+    @property
+    def last_head(self) -> int:
+        """Behind its heads."""
+        return self.first_head + self.num_heads
+
+    def of_heads(self, first: int, last: int) -> BlockLayout:
+        """The same order, for heads `[first, last)` of the model."""
+        return replace(self, first_head=first, num_heads=last - first)
+
+
+class KVPath(NamedTuple):
+    """Blocks to send: KV of the first `len(block_ids)` whole blocks of `tokens`.
+
+    The caller keeps them pinned until the report that ends their transfer. `note`: bytes for the
+    engine that receives them (the drawn token, say), at most `MAX_NOTE_BYTES`.
+    """
+
+    request_id: str
+    tokens: Tokens
+    namespace: Namespace
+    block_ids: BlockIds
+    note: bytes = b""
+    account: Account = NO_ACCOUNT
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """Names one transfer on its channel."""
 
@@ -42,42 +125,195 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """How far a transfer is. `num_tokens` counts from the first token on, without gaps, what the target may
-    use."""
+    """The end of a transfer.
+
+    `num_tokens` counts from the first token on, without gaps, what the target may use; those that it had
+    before are counted too. `num_bytes`: of the payload that was sent, retries included.
+    """
 
     ticket: Ticket
     status: TransferStatus
     num_tokens: int
-    bytes_sent: int
+    num_bytes: int
     duration_s: float
     reason: str = ""
 
 
-class KVTransferChannel(Protocol):
-    """From one instance to others. Single-threaded; the bytes move behind `poll`."""
+class ReceivedKV(NamedTuple):
+    """A transfer from another instance has ended here.
 
-    def transfer(self, blocks: Sequence[KVChunk], target_node: str) -> Ticket:
-        """Begin. The caller keeps the blocks pinned until the report that ends the ticket."""
+    `num_tokens`: from the first token on, what the prefix index has now. DONE, or why it is less.
+    """
+
+    request_id: str
+    source: str
+    tokens: Tokens
+    namespace: Namespace
+    num_tokens: int
+    status: TransferStatus
+    note: bytes = b""
+    reason: str = ""
+
+
+class KVTransferChannel(Protocol):
+    """Transfers of one instance to and from others.
+
+    For the engine's thread, which only submits and polls; bytes move on other threads.
+    """
+
+    def metadata(self) -> bytes:
+        """What others need to reach this instance: its name, address, model and layout."""
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Know another instance; returns its name. It is connected to by the first transfer.
+
+        Raises `KVDataError` for what is no metadata, and `ConfigError` for another transport. Models and
+        layouts are compared when it is connected.
+        """
+
+    def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
+        """Begin to send a path. Raises `ConfigError` for an unknown target.
+
+        With `by_layer` only layers that `computed` has named are sent, layer by layer.
+        """
+
+    def computed(self, ticket: Ticket, num_layers: int) -> None:
+        """The first `num_layers` layers of a transfer by layer are computed."""
 
     def poll(self) -> Sequence[TransferReport]:
-        """Reports since the last call: at most one per ticket, exactly one ends it."""
+        """Take in what has happened; returns the transfers that have ended since, each once."""
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether `poll` would reserve blocks. No step that computes now may write to those that are free."""
+
+    def received(self) -> Sequence[ReceivedKV]:
+        """What `poll` found to have ended here, since the last call."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop the transfer as soon as possible. The ticket still ends with a report, which may be `DONE`."""
+        """Stop the transfer as soon as possible. It still ends with a report, which may be `DONE`."""
 
-    def close(self) -> None: ...
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `poll` has something to do; False if the time is over before."""
+
+    def bandwidth_bytes_per_s(self, target: str) -> float | None:
+        """Of the last transfers to a target; None before the first."""
+
+    def close(self) -> None:
+        """End all transfers. No thread reads or writes blocks any more."""
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where the books of transfers do not add up."""
+
+
+class BlockViews(Protocol):
+    """`BlockBytes` whose memory a CPU may reach, so that bytes need no further copy."""
+
+    @property
+    def has_views(self) -> bool:
+        """Whether it does; a GPU's does not."""
+
+    def views(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """The memory of blocks, writable, in the order of `BlockBytes.read_blocks`.
+
+        Each block consists of equally many views, of the same sizes.
+        """
+
+
+class ChunkPlace(Protocol):
+    """Where the payload of a chunk goes at its receiver.
+
+    A transport fills `views` in order, under `lock` and only while `is_open`: after that, the blocks may
+    belong to another request.
+    """
+
+    @property
+    def views(self) -> Sequence[memoryview]: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def lock(self) -> threading.Lock: ...
+
+    def write(self, data: memoryview) -> None:
+        """Fill all of it from memory of the transport. Takes the lock."""
+
+
+class Message(NamedTuple):
+    """What a link carries. `kind` and `head` belong to the protocol.
+
+    The payload of a chunk (`is_chunk`) is read where it lies, until `sent`; other payloads are small and
+    copied. `token`: what `sent` names.
+    """
+
+    kind: int
+    head: bytes
+    payload: Sequence[Buffer] = ()
+    is_chunk: bool = False
+    token: int = 0
+
+
+class TransportEndpoint(Protocol):
+    """What a transport calls, on its own thread, with no lock held. Nothing may block."""
+
+    def message(self, link: int, message: Message) -> None:
+        """A message that is no chunk has arrived."""
+
+    def place(self, link: int, head: bytes, num_bytes: int) -> ChunkPlace | None:
+        """Where the payload of a chunk goes; None if it comes late or again."""
+
+    def filled(self, link: int, place: ChunkPlace) -> None:
+        """The place has its payload."""
+
+    def sent(self, link: int, token: int) -> None:
+        """The payload of a chunk is not read any more: sent, or lost."""
+
+    def lost(self, link: int, reason: str) -> None:
+        """A link could not be connected or has ended. The next `post` connects again."""
 
 
 class TransportEngine(Protocol):
-    """The bytes below channels. Cuts a plan into messages, keeps several in flight, reports what arrived."""
+    """Moves messages between instances. `post`, `call` and `reset` are for any thread.
 
-    def negotiate(self, target_node: str, schema: KVCacheSchema) -> TransferStatus:
-        """Ask whether the target takes blocks of this schema as they are. `DONE` if so, else `REFUSED`, or
-        `RETRY` if it does not answer."""
+    A transport may lose a link, but then says so; what was posted on it is gone. Messages may come late,
+    twice or in another order: the protocol above copes. Payloads are not changed on purpose; a checksum finds
+    damage.
+    """
 
-    def submit(self, plan: TransportPlan) -> Ticket: ...
+    max_payload_bytes: int
+    """Of one chunk. Set before `start`."""
 
-    def poll(self) -> Sequence[TransferReport]: ...
+    def start(self, endpoint: TransportEndpoint) -> None:
+        """Accept links from now on."""
 
-    def bandwidth_bytes_per_s(self, target_node: str) -> float | None:
-        """What recent transfers reached, or None before the first: the migration planner reads it."""
+    def address(self) -> Mapping[str, str | int]:
+        """Where others connect to. After `start`."""
+
+    def connect(self, address: Mapping[str, str | int]) -> int:
+        """A link to another instance; returns at once. The first `post` connects it.
+
+        Raises `ConfigError` for an address that is none of this transport.
+        """
+
+    def reserve(self, link: int, num_bytes: int) -> memoryview | None:
+        """Memory in which the payload of a chunk is best made, if any.
+
+        It belongs to the caller until a `post` with it, or `discard`. Raises `BlockingIOError` if all of it
+        is in use: `sent` says when to try again.
+        """
+
+    def discard(self, link: int, memory: memoryview) -> None:
+        """Give back reserved memory without a post."""
+
+    def post(self, link: int, message: Message) -> None:
+        """Queue a message; returns at once."""
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Have the endpoint's thread run a short task, behind what was posted before."""
+
+    def reset(self, link: int, reason: str) -> None:
+        """Disconnect a link, which is `lost` then."""
+
+    def close(self) -> None:
+        """Disconnect all, and end the threads. Nothing of the endpoint is called any more."""

@@ -267,6 +267,12 @@ class NativeBackend:
         """The KV pool's blocks as bytes, for tiers and transfers."""
         return PoolBytes(self._kv.as_bytes())
 
+    def block_axes(self) -> str:
+        """The axes of a block's bytes, for `BlockLayout`; empty where layers differ."""
+        schema = self._schema
+        is_plain = not (schema.groups or schema.values_in_keys or schema.layer_shapes or schema.state_bytes)
+        return "kv.layer.token.head.dim" if is_plain else ""
+
     def token_copier(self) -> TokenCopier:
         """Copies KV to other positions. Raises `UnsupportedModelError` where keys cannot be moved."""
         return TokenCopier(self._model, self._kv)

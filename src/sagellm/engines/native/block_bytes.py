@@ -45,6 +45,20 @@ class PoolBytes:
             self.numa_node = None if address is None else node_of_pci(address)
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
+            self._flat = [array.data.cast("B") for array in self._arrays]
+
+    def views(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """The memory of blocks, in the order of `read_blocks`: `BlockViews`, on a CPU only."""
+        flat, spans = self._flat, self._spans
+        return [
+            memory[block * (stop - start) : (block + 1) * (stop - start)]
+            for block in block_ids
+            for memory, (start, stop) in zip(flat, spans, strict=True)
+        ]
+
+    @property
+    def has_views(self) -> bool:
+        return self._stream is None
 
     def lock_pages(self, buffer: memoryview) -> None:
         if self._module is not torch.cuda:

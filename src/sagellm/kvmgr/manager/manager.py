@@ -42,7 +42,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockTableDelta, Chunk, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.kv_tiers import Arrival, KVTiers
+from sagellm.core.protocols.kv_tiers import Arrival, KVArrivals, KVTiers
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -75,10 +75,10 @@ class KVCacheManager:
     not when all of it is computed. `window`: no token attends further back than this; blocks behind it are
     freed before anything cached is evicted. `groups`: the KV groups of the model, if it has several;
     `max_chunk`: the most tokens of a request that a step computes. `checkpoints`: how recurrent states are
-    kept, for a model that has any. `sharing_groups`: by tenant, the group
-    with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `tiers`:
-    memory below the device, around the same index and pool. `prefill_token_s`: seconds to compute a token of
-    a preempted request again.
+    kept, for a model that has any. `sharing_groups`: by tenant, the group with which it shares its cache.
+    `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `tiers`: memory below the device, around
+    the same index and pool. `arrivals`: where blocks of other instances enter; those of `tiers`, if there are
+    any. `prefill_token_s`: seconds to compute a token of a preempted request again.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class KVCacheManager:
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         tiers: KVTiers | None = None,
+        arrivals: KVArrivals | None = None,
         prefill_token_s: float = 0.0,
         metrics: ReuseRecorder | None = None,
         misses: MissObserver | None = None,
@@ -106,7 +107,7 @@ class KVCacheManager:
         now, sharing = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
         self.index, self.pool, self.quota = index, pool, quota
         self.metrics, self.misses, self.num_groups = metrics, misses, max(1, len(groups))
-        self.tiers = tiers
+        self.tiers, self.arrivals = tiers, arrivals if tiers is None else tiers.arrivals
         self.window, has_pages = window, self.num_groups > 1 or checkpoints is not None
         self.prefix_caching, self.index_as_computed = prefix_caching, index_as_computed
         self.block_size, self.namespace_of = pool.block_size, sharing.namespace_of
@@ -121,8 +122,8 @@ class KVCacheManager:
             self._pages = PageGroups(groups, pool, self._tables, max_chunk, self.checkpoints)
         windows = SlidingWindows(window, self._tables, self._tails, pool, self._pages)
         self.allocator = BlockAllocator(index, pool, quota, windows, self._pages)
-        if tiers is not None:
-            tiers.arrivals.serve(self.allocator.make_room, INDEX_OWNER)
+        if self.arrivals is not None:
+            self.arrivals.serve(self.allocator.make_room, INDEX_OWNER)
         if misses is not None:
             misses.evictions_are_for(lambda: self.allocator.evictor)
         self._registrar = PrefixRegistrar(
@@ -134,13 +135,12 @@ class KVCacheManager:
         self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share, state_pages)
         self.quotes = Quotes(
             self._tables, self.allocator, windows, self._registrar, self._tails, self.pins, sharing,
-            self._pages, tiers, metrics, now, prefix_caching, prefill_token_s,
+            self._pages, tiers, self.arrivals, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
         parts = index, self._tables, self.quotes, quota, self.namespace_of
         self.loads = None if tiers is None else TierLoads(tiers, *parts)
-        self.hints = KVHints(
-            index, sharing.namespace_of, now, self.loads, checkpoints=self.checkpoints, tiers=tiers
-        )
+        loads, kept = self.loads, self.checkpoints
+        self.hints = KVHints(index, self.namespace_of, now, loads, checkpoints=kept, tiers=tiers)
 
     # -- what running requests hold
 
@@ -292,8 +292,8 @@ class KVCacheManager:
             raise BookkeepingError(
                 f"{state.request_id} has computed {state.num_computed} tokens and cannot get KV up to {stop}"
             )
-        if arrival is not None and self.tiers is not None:
-            blocks.block_ids += self.tiers.arrivals.hand_over(arrival, missing, blocks.own)
+        if arrival is not None and self.arrivals is not None:
+            blocks.block_ids += self.arrivals.hand_over(arrival, missing, blocks.own)
         else:
             self.allocator.append_blocks(blocks, max(0, missing))
             blocks.num_exact = min(blocks.num_exact, state.num_computed)
@@ -459,8 +459,9 @@ class KVCacheManager:
         self.hints.check()
         if self._pages is not None:
             self._pages.check(self.index, self.pins.hits)
+        if self.arrivals is not None:
+            self.arrivals.check()
         if self.tiers is not None:
-            self.tiers.arrivals.check()
             self.tiers.check()
 
     # -- inside

@@ -298,7 +298,8 @@ class PinnedPrefixes:
     """Prefixes that stay in the index until they are unpinned (system prompts).
 
     Together they hold at most `max_share` of a pool of `total_blocks`. Each needs `blocks_of_state` for the
-    recurrent state behind it. `num_changes` counts pins and unpins.
+    recurrent state behind it. `num_changes` counts pins and unpins. `num_sent`: prefixes that are being sent
+    to other instances, which have no such limit; blocks keep their ids until it is 0.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class PinnedPrefixes:
         self._max_share = max_share
         self._blocks_of_state = blocks_of_state
         self.hits: list[PrefixHit] = []
-        self.num_changes = 0
+        self.num_changes = self.num_sent = 0
 
     def __contains__(self, hit: PrefixHit) -> bool:
         return any(pinned is hit for pinned in self.hits)
@@ -348,3 +349,15 @@ class PinnedPrefixes:
         self.num_changes += 1
         del self.hits[index]
         self._index.unpin(hit)
+
+    def hold(self, wanted: PrefixHit) -> PrefixHit:
+        """Pin a hit while it is being sent."""
+        self.num_changes += 1
+        self.num_sent += 1
+        return self._index.pin(wanted, is_use=False)
+
+    def let_go(self, hit: PrefixHit) -> None:
+        """Unpin a hit that `hold` returned."""
+        self._index.unpin(hit, is_use=False)
+        self.num_changes += 1
+        self.num_sent -= 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.kv_tiers import KVTiers
+from sagellm.core.protocols.kv_tiers import KVArrivals, KVTiers
 from sagellm.core.protocols.prefix_cache import PrefixHit, PromptSpan, ReuseRecorder, SpanState
 from sagellm.core.protocols.scheduler_ir import BlockBudget
 from sagellm.core.types import Account, Namespace, Tokens
@@ -35,6 +35,7 @@ class Quotes:
         groups: SharingGroups,
         page_groups: PageGroups | None,
         tiers: KVTiers | None,
+        arrivals: KVArrivals | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
         prefix_caching: bool,
@@ -43,7 +44,8 @@ class Quotes:
         self._index, self._pool, self._quota = allocator.index, allocator.pool, allocator.quota
         self._tables, self._allocator, self._windows = tables, allocator, windows
         self._registrar, self._tails, self._pins, self._groups = registrar, tails, pins, groups
-        self._pages, self._tiers, self._metrics, self._now = page_groups, tiers, metrics, now
+        self._pages, self._tiers, self._arrivals = page_groups, tiers, arrivals
+        self._metrics, self._now = metrics, now
         self._per_block = 1 if page_groups is None else page_groups.per_block
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
         self.block_size = self._pool.block_size
@@ -58,7 +60,7 @@ class Quotes:
     def version(self) -> int:
         parts = self._tables, self._allocator, self._registrar, self._pins
         changes = sum(part.num_changes for part in parts)
-        return changes + (0 if self._tiers is None else self._tiers.arrivals.num_changes)
+        return changes + (0 if self._arrivals is None else self._arrivals.num_changes)
 
     def match(self, state: RequestState) -> PrefixHit:
         """The longest reusable prefix, within `state.max_reusable`."""

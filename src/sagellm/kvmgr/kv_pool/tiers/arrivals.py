@@ -74,6 +74,9 @@ class PrefixArrivals:
         self.num_blocks += missing
         return Arrival(tokens, namespace, first, blocks.block_ids[:], self._num_epochs)
 
+    def num_cached(self, tokens: Tokens, namespace: Namespace, num_blocks: int) -> int:
+        return self._index.lookup(tokens, namespace, num_blocks * self._index.block_size).num_blocks
+
     def publish(self, arrival: Arrival, num_blocks: int, use: Use = NO_USE) -> int:
         found = self._close(arrival)
         if not 0 <= num_blocks <= len(arrival.block_ids) or arrival.first > found.prefix.num_blocks:

@@ -1,0 +1,44 @@
+"""Settings of a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import Namespace
+
+HashesOf: TypeAlias = Callable[[bytes, Namespace], Sequence[bytes]]
+"""The chained hash of each whole block, from the int32 bytes of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """Settings of a channel.
+
+    `credits`: chunks of a transfer on their way; `max_credits`: of all transfers to this instance.
+
+    An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a link is disconnected. A
+    transfer is tried `num_retries` times more, with a pause of `backoff_s` that doubles; so is a damaged
+    chunk, without a pause. An ended transfer whose blocks a link still reads gets `drain_s`; then the link is
+    disconnected. Offers beyond `max_offers` are sent back.
+    """
+
+    chunk_bytes: int = 1 << 20
+    credits: int = 8
+    max_credits: int = 64
+    stall_s: float = 10.0
+    drain_s: float = 1.0
+    num_retries: int = 2
+    backoff_s: float = 0.05
+    max_offers: int = 256
+    offer_wait_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, least = getattr(self, option.name), 0 if option.name == "num_retries" else 1e-9
+            if value < least:
+                raise ConfigError(f"KV transfer: {option.name} must be above 0, not {value}")
+        if self.credits > self.max_credits or self.offer_wait_s >= self.stall_s:
+            raise ConfigError("KV transfer: max_credits is at least credits, stall_s above offer_wait_s")

@@ -1,0 +1,406 @@
+"""`Sender`: the transfers that this instance sends.
+
+A transfer is offered, accepted, sent in chunks and ended by the target. If its link is lost, it is offered
+again: the target has kept the leading blocks that verified, so only the rest is sent (resume).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+
+from sagellm.comm.kv_transfer.blocks import InstanceBlocks, checksum
+from sagellm.comm.kv_transfer.chunks import ChunkSpan, can_cut_by_layer, cut, cut_by_layer
+from sagellm.comm.kv_transfer.layouts import Agreement
+from sagellm.comm.kv_transfer.messages import Accept, Ack, Cancel, ChunkHead, End, Kind, Offer
+from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
+from sagellm.core.clock import Clock
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_tiers import BlockHeader
+from sagellm.core.protocols.kv_transfer import (
+    BlockLayout,
+    KVPath,
+    Message,
+    Ticket,
+    TransferReport,
+    TransferStatus,
+    TransportEngine,
+)
+
+log = logging.getLogger("sagellm.kv_transfer")
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One transfer. `credits`: chunks that may be sent now; `in_flight`: sent and not acknowledged.
+
+    `num_posted`: chunks whose payload a transport may still read. `outcome`: how it ends, once that is known;
+    it is reported when nothing reads its blocks any more.
+    """
+
+    ticket: Ticket
+    path: KVPath
+    target: str
+    link: int
+    by_layer: bool
+    began_s: float
+    progress_s: float
+    num_layers: int = 0
+    num_attempts: int = 0
+    offer_s: float | None = None
+    """When it is to be offered again; None: it is offered."""
+    accept: Accept | None = None
+    plan: Sequence[ChunkSpan] = ()
+    hashes: Sequence[bytes] = ()
+    todo: deque[int] = field(default_factory=deque)
+    in_flight: set[int] = field(default_factory=set)
+    failures: Counter[int] = field(default_factory=Counter)
+    credits: int = 0
+    num_posted: int = 0
+    is_pumping: bool = False
+    num_bytes: int = 0
+    num_tokens: int = 0
+    outcome: TransferStatus | None = None
+    reason: str = ""
+    ended_s: float = 0.0
+
+    def next_chunk(self) -> int | None:
+        """A chunk that may be sent now; it is in flight from then on."""
+        if self.outcome is not None or not self.credits or not self.todo:
+            return None
+        if self.by_layer and self.plan[self.todo[0]].num_layers > self.num_layers:
+            return None
+        number = self.todo.popleft()
+        self.in_flight.add(number)
+        self.credits -= 1
+        return number
+
+    def take_back(self, number: int) -> None:
+        """The chunk was not sent."""
+        if number in self.in_flight:
+            self.in_flight.remove(number)
+            self.todo.appendleft(number)
+            self.credits += 1
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing reads its blocks."""
+        return not self.num_posted and not self.is_pumping
+
+
+class Sender:
+    """All methods but `_pump` are called with the channel's lock held."""
+
+    def __init__(
+        self, transport: TransportEngine, blocks: InstanceBlocks, layout: BlockLayout | None,
+        hashes_of: HashesOf, agreement_of: Callable[[int], Agreement | None], changed: threading.Condition,
+        worker: Executor, options: ChannelOptions, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._transport, self._blocks, self._layout = transport, blocks, layout
+        self._hashes_of, self._agreement_of, self._changed = hashes_of, agreement_of, changed
+        self._worker, self._options, self._clock = worker, options, clock
+        self._transfers: dict[int, Outgoing] = {}
+        self._num_begun = self._num_sent = 0
+        self._starved: set[int] = set()
+        """Transfers for whose next chunk a link had no memory."""
+        self._rates: dict[str, deque[tuple[int, float]]] = {}
+
+    def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
+        self._num_begun += 1
+        now = self._clock.now()
+        made = Outgoing(Ticket(self._num_begun), path, target, link, by_layer, now, now)
+        made.offer_s = now
+        self._transfers[self._num_begun] = made
+        self.offer_due(link)
+        return made.ticket
+
+    def offer_due(self, link: int) -> None:
+        """Offer what is due on a link that is agreed on."""
+        if self._agreement_of(link) is None:
+            return
+        now = self._clock.now()
+        for each in self._on(link):
+            if each.outcome is None and each.offer_s is not None and each.offer_s <= now:
+                self._offer(each, now)
+
+    def is_due(self, link: int) -> bool:
+        """Whether a transfer waits for a handshake on this link."""
+        now = self._clock.now()
+        return any(
+            each.outcome is None and each.offer_s is not None and each.offer_s <= now
+            for each in self._on(link)
+        )
+
+    @property
+    def has_news(self) -> bool:
+        return any(each.outcome is not None and each.is_quiet for each in self._transfers.values())
+
+    def _on(self, link: int) -> list[Outgoing]:
+        return [each for each in self._transfers.values() if each.link == link]
+
+    def _offer(self, transfer: Outgoing, now: float) -> None:
+        path = transfer.path
+        transfer.offer_s, transfer.progress_s = None, now
+        transfer.num_attempts += 1
+        offer = Offer(
+            transfer.ticket.transfer_id, path.request_id, path.namespace, path.account, len(path.tokens),
+            len(path.block_ids), transfer.by_layer and self._layers_lie_together(transfer.link),
+        )  # fmt: skip
+        self._transport.post(
+            transfer.link, Message(offer.kind, offer.pack(), [path.tokens.tobytes(), path.note])
+        )
+
+    def _layers_lie_together(self, link: int) -> bool:
+        agreed = self._agreement_of(link)
+        return agreed is not None and agreed.has_views and can_cut_by_layer(self._layout)
+
+    # -- what the target says
+
+    def accepted(self, link: int, accept: Accept) -> None:
+        transfer, agreed = self._transfers.get(accept.transfer), self._agreement_of(link)
+        is_known = transfer is not None and transfer.link == link and transfer.outcome is None
+        if transfer is None or not is_known or agreed is None:
+            cancel = Cancel(accept.transfer)
+            self._transport.post(link, Message(cancel.kind, cancel.pack()))
+            return
+        if transfer.accept is not None or transfer.offer_s is not None:
+            return  # a duplicate
+        num_blocks = len(transfer.path.block_ids) - accept.first
+        if num_blocks <= 0:
+            self._fail(transfer, TransferStatus.REFUSED, "the target accepts blocks that were not offered")
+            return
+        transfer.accept, transfer.progress_s = accept, self._clock.now()
+        transfer.credits = min(accept.credits, self._options.max_credits)
+        by_layer = transfer.by_layer and self._layers_lie_together(link)
+        transfer.plan = plan_of(num_blocks, agreed, self._layout if by_layer else None)
+        transfer.todo = deque(range(len(transfer.plan)))
+        self._send_more(transfer)
+
+    def acknowledged(self, link: int, ack: Ack) -> None:
+        transfer = self._live(link, ack.transfer, ack.epoch)
+        if transfer is None:
+            return
+        transfer.progress_s = self._clock.now()
+        landed = transfer.in_flight.intersection(ack.good)
+        transfer.in_flight -= landed
+        transfer.credits += len(landed)
+        for number in transfer.in_flight.intersection(ack.damaged):
+            transfer.take_back(number)
+            transfer.failures[number] += 1
+            if transfer.failures[number] > self._options.num_retries:
+                self._fail(
+                    transfer, TransferStatus.CORRUPT, f"chunk {number} arrived damaged again and again"
+                )
+                return
+        self._send_more(transfer)
+
+    def ended(self, link: int, end: End) -> None:
+        transfer = self._transfers.get(end.transfer)
+        if transfer is None or transfer.link != link or transfer.outcome is not None:
+            return
+        if transfer.offer_s is not None:
+            return  # of an attempt that was given up
+        transfer.num_tokens = min(end.num_tokens, len(transfer.path.tokens))
+        self._end(transfer, end.outcome, end.reason)
+
+    def lost(self, link: int, reason: str) -> None:
+        now = self._clock.now()
+        for transfer in self._on(link):
+            if transfer.outcome is not None or (transfer.offer_s is not None and transfer.offer_s > now):
+                continue
+            if transfer.offer_s is not None:  # it waited for the handshake
+                transfer.num_attempts += 1
+            transfer.accept, transfer.plan, transfer.credits = None, (), 0
+            transfer.todo.clear()
+            transfer.in_flight.clear()
+            if transfer.num_attempts > self._options.num_retries:
+                self._end(transfer, TransferStatus.RETRY, reason)
+            else:
+                transfer.offer_s = now + self._options.backoff_s * 2 ** (transfer.num_attempts - 1)
+
+    def refused(self, link: int, reason: str) -> None:
+        for transfer in self._on(link):
+            if transfer.outcome is None:
+                self._end(transfer, TransferStatus.REFUSED, reason)
+
+    def _live(self, link: int, number: int, epoch: int) -> Outgoing | None:
+        transfer = self._transfers.get(number)
+        if transfer is None or transfer.link != link or transfer.outcome is not None:
+            return None
+        return transfer if transfer.accept is not None and transfer.accept.epoch == epoch else None
+
+    # -- what the engine says
+
+    def computed(self, ticket: Ticket, num_layers: int) -> None:
+        transfer = self._transfers.get(ticket.transfer_id)
+        if transfer is not None:
+            transfer.num_layers = max(transfer.num_layers, num_layers)
+            transfer.progress_s = self._clock.now()
+            self._send_more(transfer)
+
+    def cancel(self, ticket: Ticket) -> None:
+        transfer = self._transfers.get(ticket.transfer_id)
+        if transfer is not None and transfer.outcome is None:
+            self._fail(transfer, TransferStatus.CANCELLED, "cancelled")
+
+    def fail_all(self, reason: str) -> None:
+        for transfer in self._transfers.values():
+            if transfer.outcome is None:
+                self._end(transfer, TransferStatus.CANCELLED, reason)
+
+    def reports(self) -> list[TransferReport]:
+        """Transfers that have ended since, and whose blocks nothing reads. Ends what has stalled."""
+        now, found = self._clock.now(), []
+        for number, transfer in list(self._transfers.items()):
+            if transfer.outcome is None:
+                waits_for_layers = (
+                    transfer.by_layer and not transfer.in_flight and transfer.accept is not None
+                )
+                is_offered = transfer.offer_s is None
+                if is_offered and not waits_for_layers and now - transfer.progress_s > self._options.stall_s:
+                    transfer.progress_s = now
+                    self._transport.reset(transfer.link, f"no answer for {self._options.stall_s:g} s")
+            elif transfer.is_quiet:
+                del self._transfers[number]
+                spent_s = transfer.ended_s - transfer.began_s
+                if transfer.outcome is TransferStatus.DONE and transfer.num_bytes and spent_s > 0:
+                    self._rates.setdefault(transfer.target, deque(maxlen=8)).append(
+                        (transfer.num_bytes, spent_s)
+                    )
+                found.append(
+                    TransferReport(
+                        transfer.ticket, transfer.outcome, transfer.num_tokens, transfer.num_bytes, spent_s,
+                        transfer.reason,
+                    )
+                )  # fmt: skip
+            elif transfer.num_posted and now - transfer.ended_s > self._options.drain_s:
+                self._transport.reset(transfer.link, "a chunk of a transfer that has ended was not taken")
+        return found
+
+    def bandwidth_bytes_per_s(self, target: str) -> float | None:
+        rates = self._rates.get(target)
+        return sum(size for size, _ in rates) / sum(spent for _, spent in rates) if rates else None
+
+    def _fail(self, transfer: Outgoing, status: TransferStatus, reason: str) -> None:
+        """End it here, and tell the target."""
+        if transfer.offer_s is None:
+            cancel = Cancel(transfer.ticket.transfer_id)
+            self._transport.post(transfer.link, Message(cancel.kind, cancel.pack()))
+        self._end(transfer, status, reason)
+
+    def _end(self, transfer: Outgoing, status: TransferStatus, reason: str) -> None:
+        transfer.outcome, transfer.reason, transfer.ended_s = status, reason, self._clock.now()
+        self._changed.notify_all()
+
+    # -- chunks
+
+    def sent(self, token: int) -> None:
+        transfer = self._transfers.get(token)
+        if transfer is None:
+            return
+        transfer.num_posted -= 1
+        self._num_sent += 1
+        self._note_quiet(transfer)
+        starved, self._starved = self._starved, set()
+        for number in starved & self._transfers.keys():
+            self._send_more(self._transfers[number])
+
+    def _note_quiet(self, transfer: Outgoing) -> None:
+        if transfer.outcome is not None and transfer.is_quiet:
+            self._changed.notify_all()
+
+    def _send_more(self, transfer: Outgoing) -> None:
+        can_send = transfer.outcome is None and transfer.credits and transfer.todo
+        agreed = self._agreement_of(transfer.link)
+        if can_send and agreed is not None and not transfer.is_pumping:
+            transfer.is_pumping = True
+            self._submit(transfer, agreed)
+
+    def _submit(self, transfer: Outgoing, agreed: Agreement) -> None:
+        """Have a chunk made, on the transport's thread if its bytes go unchanged."""
+        if agreed.has_views and not agreed.codec:
+            self._transport.call(partial(self._pump, transfer))
+        else:
+            self._worker.submit(self._pump, transfer)
+
+    def _pump(self, transfer: Outgoing) -> None:
+        """Make and post a chunk, and go on while there are credits. Without the lock."""
+        with self._changed:
+            agreed, accept = self._agreement_of(transfer.link), transfer.accept
+            number = None if agreed is None or accept is None else transfer.next_chunk()
+            if agreed is None or accept is None or number is None:
+                transfer.is_pumping = False
+                self._note_quiet(transfer)
+                return
+            chunk, num_sent = transfer.plan[number], self._num_sent
+        try:
+            message = self._made(transfer, agreed, accept, number, chunk)
+        except BlockingIOError:  # the link's memory is full
+            with self._changed:
+                transfer.take_back(number)
+                if num_sent != self._num_sent:  # some is free again
+                    self._submit(transfer, agreed)
+                else:
+                    transfer.is_pumping = False
+                    self._starved.add(transfer.ticket.transfer_id)
+                    self._note_quiet(transfer)
+            return
+        except Exception as error:
+            log.exception("reading KV of %s failed", transfer.path.request_id)
+            with self._changed:
+                transfer.is_pumping = False
+                self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
+            return
+        with self._changed:
+            transfer.num_posted += 1
+            transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
+        self._transport.post(transfer.link, message)
+        with self._changed:
+            self._submit(transfer, agreed)
+
+    def _made(
+        self, transfer: Outgoing, agreed: Agreement, accept: Accept, number: int, chunk: ChunkSpan
+    ) -> Message:
+        if not transfer.hashes:
+            tokens = transfer.path.tokens.tobytes()
+            transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
+        ids = transfer.path.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
+        reserve, link = self._transport.reserve, transfer.link
+        reserved = reserve(link, self._transport.max_payload_bytes)
+        try:
+            codec, payload = self._blocks.payload(ids, chunk, agreed, reserved)
+            header = BlockHeader(
+                self._blocks.digest, transfer.hashes[accept.first + chunk.stop - 1], codec,
+                sum(memoryview(part).nbytes for part in payload), checksum(payload),
+            )  # fmt: skip
+        except BaseException:
+            if reserved is not None:
+                self._transport.discard(link, reserved)
+            raise
+        head = ChunkHead(transfer.ticket.transfer_id, accept.epoch, number, header)
+        return Message(Kind.CHUNK, head.pack(), payload, True, transfer.ticket.transfer_id)
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where transfers and chunks do not add up."""
+        for transfer in self._transfers.values():
+            flying, todo = transfer.in_flight, set(transfer.todo)
+            if flying & todo or len(todo) != len(transfer.todo) or transfer.num_posted < 0:
+                raise BookkeepingError(f"{transfer}: a chunk is in flight and to be sent, or is so twice")
+            accept = transfer.accept
+            if accept is not None and transfer.credits + len(flying) != min(
+                accept.credits, self._options.max_credits
+            ):
+                raise BookkeepingError(f"{transfer}: its credits do not add up")
+
+
+def plan_of(num_blocks: int, agreed: Agreement, by_layer: BlockLayout | None) -> list[ChunkSpan]:
+    """The chunks of a transfer, equal on both sides. `by_layer`: the layout, for a transfer by layer."""
+    if by_layer is not None:
+        return cut_by_layer(num_blocks, by_layer, agreed.chunk_bytes)
+    has_views = agreed.has_views and not agreed.codec
+    return cut(num_blocks, agreed.wire_bytes, agreed.chunk_bytes, has_views=has_views)

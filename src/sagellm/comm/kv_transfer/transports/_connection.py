@@ -1,0 +1,186 @@
+"""One socket of a stream transport: frames are read and written without waiting.
+
+A frame is a prefix, a head and a payload. The prefix has a checksum of itself and the head, and, but for
+chunks, of the payload too. Every size is compared with its limit before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import xxhash
+
+from sagellm.comm.kv_transfer.messages import MAX_HEAD_BYTES, MAX_TOKENS
+from sagellm.core.errors import KVDataError
+from sagellm.core.protocols.kv_transfer import MAX_NOTE_BYTES, ChunkPlace
+from sagellm.core.types import TOKEN_BYTES
+
+PREFIX = struct.Struct("<4sBBHIIQ")
+FRAME_MAGIC = b"sKV1"
+MAX_MESSAGE_BYTES = MAX_TOKENS * TOKEN_BYTES + MAX_NOTE_BYTES
+"""Of a payload that is no chunk: the tokens of an offer and its note."""
+MAX_BUFFERS = 512
+"""In one call: half of what Linux takes."""
+READ_BYTES = 2 << 20
+"""Read from a connection before others have their turn, and chunks are acknowledged."""
+
+
+SMALL, CHUNK, SLOT = range(3)
+"""What a payload is. SLOT: it lies in memory that both sides share, and is not in the stream."""
+
+
+class FrameHead(NamedTuple):
+    kind: int
+    flag: int
+    slot: int
+    head_bytes: int
+    payload_bytes: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class OutFrame:
+    """A frame on its way out. `token` names a chunk whose payload is read until it is sent.
+
+    In a slot it is read until the peer says so.
+    """
+
+    buffers: deque[memoryview]
+    token: int | None = None
+    in_slot: bool = False
+
+
+def frame(
+    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, slot: int = 0
+) -> deque[memoryview]:
+    """The buffers of a frame."""
+    num_bytes = sum(map(len, payload))
+    fields = FRAME_MAGIC, kind, flag, slot, len(head), num_bytes
+    covered = b"".join((PREFIX.pack(*fields, 0), head, *(payload if flag == SMALL else ())))
+    packed = PREFIX.pack(*fields, xxhash.xxh3_64_intdigest(covered)) + head
+    return deque((memoryview(packed), *(part for part in payload if len(part) and flag != SLOT)))
+
+
+def parse(prefix: bytes, max_payload_bytes: int) -> FrameHead:
+    """Raises `KVDataError` for what is no prefix, or too large."""
+    magic, kind, flag, slot, head_bytes, payload_bytes, checksum = PREFIX.unpack(prefix)
+    if magic != FRAME_MAGIC or flag > SLOT:
+        raise KVDataError("no frame of KV transfer: bytes were lost or damaged on the way")
+    most = MAX_MESSAGE_BYTES if flag == SMALL else max_payload_bytes
+    if head_bytes > MAX_HEAD_BYTES or payload_bytes > most:
+        raise KVDataError(
+            f"a frame of {head_bytes} and {payload_bytes} bytes, at most {MAX_HEAD_BYTES} and {most}"
+        )
+    return FrameHead(kind, flag, slot, head_bytes, payload_bytes, checksum)
+
+
+def verify(found: FrameHead, head: bytes, payload: bytes | bytearray = b"") -> None:
+    """Raises `KVDataError` if the bytes are not those that were sent."""
+    prefix = PREFIX.pack(FRAME_MAGIC, *found[:-1], 0)
+    if xxhash.xxh3_64_intdigest(b"".join((prefix, head, payload))) != found.checksum:
+        raise KVDataError("a frame was damaged on the way")
+
+
+@dataclass(slots=True)
+class PeerSocket:
+    """A socket that does not block. `views` are filled next; then `then` is called, which says what follows.
+
+    `place` locks what is filled, if that are blocks. `deadline_s`: until when it must have authenticated;
+    None from then on. `held`: frames that are sent when it has.
+    """
+
+    sock: socket.socket
+    link: int
+    is_ours: bool
+    deadline_s: float | None
+    outgoing: deque[OutFrame] = field(default_factory=deque)
+    held: list[OutFrame] = field(default_factory=list)
+    views: deque[memoryview] = field(default_factory=deque)
+    then: Callable[[], None] = lambda: None
+    place: ChunkPlace | None = None
+    num_discarded: int = 0
+    """Bytes of a payload that are still to be read and dropped."""
+    fds: list[int] = field(default_factory=list)
+    is_connecting: bool = False
+    wants: int = 0
+    """The events that the selector waits for."""
+
+    def expect(
+        self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None
+    ) -> None:
+        self.views, self.then, self.place = deque(view for view in views if len(view)), then, place
+
+    def read(self, dropped: memoryview) -> None:
+        """Read what is there, up to `READ_BYTES`. Raises `OSError`, and what `then` raises."""
+        left = READ_BYTES
+        while True:
+            while not self.views and not self.num_discarded:
+                self.then()
+            if left <= 0:
+                return
+            try:
+                num_bytes = self._receive(dropped)
+            except BlockingIOError:
+                return
+            if not num_bytes:
+                raise ConnectionError("the peer has closed the connection")
+            left -= num_bytes
+
+    def _receive(self, dropped: memoryview) -> int:
+        if self.num_discarded:
+            num_bytes = self.sock.recv_into(dropped[: self.num_discarded])
+            self.num_discarded -= num_bytes
+            return num_bytes
+        place = self.place
+        if place is None:
+            num_bytes = self._into(list(self.views)[:MAX_BUFFERS])
+        else:
+            with place.lock:
+                if not place.is_open:  # its blocks may be others' now
+                    self.num_discarded = sum(map(len, self.views))
+                    self.views.clear()
+                    self.place = None
+                    num_bytes = -1
+                else:
+                    num_bytes = self._into([*self.views][:MAX_BUFFERS])
+            if num_bytes < 0:
+                return self._receive(dropped)
+        _advance(self.views, num_bytes)
+        return num_bytes
+
+    def _into(self, views: list[memoryview]) -> int:
+        if self.deadline_s is not None and self.sock.family == socket.AF_UNIX:
+            size, ancillary, *_ = self.sock.recvmsg_into(views[:1], socket.CMSG_SPACE(4))
+            for _, kind, data in ancillary:
+                if kind == socket.SCM_RIGHTS:
+                    self.fds.append(int.from_bytes(data[:4], "little"))
+            return size
+        if len(views) == 1:
+            return self.sock.recv_into(views[0])
+        return self.sock.recvmsg_into(views)[0]
+
+    def write(self, done: Callable[[OutFrame], None]) -> None:
+        """Send what the socket takes; `done` is called for each whole frame. Raises `OSError`."""
+        while self.outgoing:
+            first = self.outgoing[0]
+            while first.buffers:
+                try:
+                    num_bytes = self.sock.sendmsg(list(first.buffers)[:MAX_BUFFERS])
+                except BlockingIOError:
+                    return
+                _advance(first.buffers, num_bytes)
+            done(self.outgoing.popleft())
+
+
+def _advance(views: deque[memoryview], num_bytes: int) -> None:
+    """Drop the first bytes."""
+    while num_bytes:
+        if num_bytes < len(views[0]):
+            views[0] = views[0][num_bytes:]
+            return
+        num_bytes -= len(views.popleft())

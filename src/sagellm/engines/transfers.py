@@ -1,0 +1,81 @@
+"""`KVTransfers`: an engine's cached prefixes to other instances, and theirs into its cache.
+
+    prefill.send("request 1", prompt, "decode-1")          after its prefill
+    for received in decode.poll(): decode.engine.add(...)  finds the prompt cached
+
+Between two steps, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sagellm.core.protocols.kv_transfer import (
+    KVPath,
+    KVTransferChannel,
+    ReceivedKV,
+    Ticket,
+    TransferReport,
+)
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Namespace, Tokens
+from sagellm.engines.engine import Engine
+
+
+class KVTransfers:
+    """Joins an engine with a channel. Blocks that are sent are pinned until their transfer has ended.
+
+    `follow_steps`: has the channel's copies come behind the steps that a device still computes.
+    """
+
+    def __init__(self, engine: Engine, channel: KVTransferChannel, follow_steps: Callable[[], None]) -> None:
+        self.engine, self.channel, self._follow_steps = engine, channel, follow_steps
+        self._sent: dict[Ticket, PrefixHit] = {}
+        self.reports: list[TransferReport] = []
+        """Of transfers from here that have ended; the caller takes them away."""
+
+    def send(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        target: str,
+        namespace: Namespace = Namespace(),
+        note: bytes = b"",
+    ) -> Ticket:
+        """Send what is cached of a prompt, in whole blocks.
+
+        A step in flight is completed first: what it has published might still fail.
+        """
+        kv = self.engine.kv
+        self.engine.drain()
+        hit = kv.pins.hold(kv.quotes.lookup(tokens, kv.namespace_of(namespace)))
+        self._follow_steps()
+        path = KVPath(request_id, tokens, hit.namespace, kv.index.block_ids(hit), note)
+        try:
+            ticket = self.channel.transfer(path, target)
+        except Exception:
+            kv.pins.let_go(hit)
+            raise
+        self._sent[ticket] = hit
+        return ticket
+
+    def poll(self) -> Sequence[ReceivedKV]:
+        """Move transfers on; returns what has come.
+
+        A step in flight is completed first if blocks are wanted here, since it may write to those that are
+        free now.
+        """
+        if self.channel.wants_blocks:
+            self.engine.drain()
+            self._follow_steps()
+        for report in self.channel.poll():
+            self.engine.kv.pins.let_go(self._sent.pop(report.ticket))
+            self.reports.append(report)
+        return self.channel.received()
+
+    def close(self) -> None:
+        """End all transfers, and close the channel."""
+        self.channel.close()
+        for hit in self._sent.values():
+            self.engine.kv.pins.let_go(hit)
+        self._sent.clear()
