@@ -66,7 +66,7 @@ def test_messages_reach_every_child_in_order(
         assert Path(file + ".end").exists(), "the entry was told of the end"
         assert ("sagellm.test", logging.WARNING, f"[rank {i}] hello from n{i}") in caplog.record_tuples
     assert groups[0].failure is None
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(EngineFailedError, match="have been ended"):
         groups[0].send(b"late")
 
 

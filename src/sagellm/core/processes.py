@@ -103,7 +103,9 @@ class ProcessGroup:
         return [child.process.pid for child in self._children]
 
     def send(self, message: bytes | memoryview) -> None:
-        """Send a message to every child. Raises `EngineFailedError` if one has ended."""
+        """Send a message to every child. Raises `EngineFailedError` if one has ended, or after `close`."""
+        if self._closing:
+            raise EngineFailedError(self.failure or "the processes have been ended: start new ones")
         size = len(message).to_bytes(LENGTH_BYTES, "little")
         try:
             for child in self._children:
@@ -111,8 +113,7 @@ class ProcessGroup:
                 child.input.write(message)
                 child.input.flush()
         except (OSError, ValueError):  # ValueError: the file is closed
-            self._ended.wait(REPORT_S)
-            self.check()
+            self.wait_for_failure(REPORT_S)
             raise
 
     def check(self) -> None:
