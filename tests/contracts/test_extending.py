@@ -107,7 +107,7 @@ def engine_with(folder: Path, settings: str) -> tuple[int, int]:
 
 
 def test_every_kind_that_something_uses_has_a_file() -> None:
-    kinds = {*KINDS} - {"interconnect"}
+    kinds = {*KINDS} - {"collectives", "interconnect"}
     assert {name.removesuffix(".py").removeprefix("my_") for name in FILES} == {
         {"predictor": "lengths", "reuse_predictor": "reuse", "weight_format": "format",
          "trace_format": "trace"}.get(kind, kind) for kind in kinds

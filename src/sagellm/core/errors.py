@@ -16,6 +16,7 @@ SageError
 ├── KVDataError            bytes that are no KV block, or one of another format
 ├── BookkeepingError       inconsistent KV bookkeeping: a bug in the caller, never a full pool
 ├── EngineFailedError      the engine's state is lost, it must be built anew
+├── CommError              a group of ranks that is broken: a rank died, left, or did not answer
 ├── KernelError            a kernel that cannot be built, or not run on these inputs
 └── PlanError              a plan that the verifier refuses
 """
@@ -131,6 +132,10 @@ class KVDataError(SageError):
 
 class EngineFailedError(SageError):
     """An error left the engine in the middle of a step. Only a new engine can continue."""
+
+
+class CommError(SageError):
+    """A group of ranks is broken: a rank died, left or did not answer in time. Only a new group can go on."""
 
 
 class KernelError(SageError):

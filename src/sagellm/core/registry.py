@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
+from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.interconnect import DomesticCommBackend
@@ -46,6 +47,7 @@ KINDS: Mapping[str, tuple[str, str, type | None]] = {
     "backend": ("sagellm.engines", "sagellm.backends", InferenceBackend),
     "weight_format": ("sagellm.accel.quantization.formats", "sagellm.weight_formats", WeightFormat),
     "proposer": ("sagellm.accel.speculative", "sagellm.proposers", Proposer),
+    "collectives": ("sagellm.comm.collectives", "sagellm.collectives", CommBackendProtocol),
     "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects", DomesticCommBackend),
     "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats", None),
 }
