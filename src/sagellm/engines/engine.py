@@ -27,7 +27,7 @@ from functools import partial
 
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import CapacityError, RequestError
+from sagellm.core.errors import CapacityError, EngineFailedError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
@@ -457,6 +457,8 @@ class Engine:
             return None
         try:
             result, spent_s = current.wait()
+        except EngineFailedError:
+            raise
         except CapacityError as error:
             self._undo(binding, following)
             self._fail(self._recovery.short_of_memory(draft, plan, error), str(error))

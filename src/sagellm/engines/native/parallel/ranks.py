@@ -1,0 +1,185 @@
+"""`Ranks`: the other ranks of a divided model, as one rank sees them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
+from sagellm.core.errors import CommError, EngineFailedError
+from sagellm.core.processes import REPORT_S, ProcessGroup, Role
+from sagellm.core.protocols.collectives import CommBackendProtocol
+from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.registry import registry
+from sagellm.core.types import KVGroup
+from sagellm.engines.native.loading import ModelWeights
+from sagellm.engines.native.model import DecoderModel
+from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.parallel.split import Split
+from sagellm.engines.native.parallel.stage import StageModel
+from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
+
+TIMEOUT_S = 3600.0
+"""A rank waits so long for others: one may still load its weights. The end of a process is seen at once."""
+_LOOK_S = 0.02
+
+
+class Ranks:
+    """A group of ranks: this one's part, its collectives, and on the first rank the processes of the others.
+
+    `sum` counts the seconds of waiting and communicating in `spent_s`.
+    """
+
+    def __init__(
+        self, split: Split, group: CommBackendProtocol, processes: ProcessGroup | None = None
+    ) -> None:
+        self.split, self._group, self._processes = split, group, processes
+        self.spent_s = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        return self.split.rank == 0
+
+    def model(
+        self, spec: ModelSpec, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
+        kernels: KernelSet, groups: Sequence[KVGroup],
+    ) -> DecoderModel:  # fmt: skip
+        """This rank's part of a model; `spec` and `weights` are of that part."""
+        given = (spec, weights, dtype, device, kernels, groups)
+        if self.split.pipeline > 1:
+            return StageModel(*given, self)
+        return DecoderModel(*given, TensorRanks(self, kernels, spec.vocab_size))
+
+    def agreed(self, value: int) -> int:
+        """The first rank's `value`, on all ranks."""
+        given = torch.tensor([value], dtype=torch.int64)
+        self._group.broadcast(given, 0).wait()
+        return int(given[0])
+
+    def sum(self, part: torch.Tensor) -> None:
+        """Add up the parts of all ranks, in place, in the same bits on all ranks and in any batch.
+
+        A contiguous tensor. Of two parts any order of addition gives the same bits. Of more, backends choose
+        one by the size of the tensor, so they are gathered, and added in order of rank.
+        """
+        began_s = time.perf_counter()
+        size = self._group.world_size
+        if size == 2:
+            self._group.all_reduce(part).wait()
+        else:
+            parts = part.new_empty((size, *part.shape))
+            self._group.all_gather(parts, part).wait()
+            part.copy_(parts[0])
+            for other in parts[1:]:
+                part.add_(other)
+        self.spent_s += time.perf_counter() - began_s
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The equal parts of all ranks, [num_ranks, ...]."""
+        began_s = time.perf_counter()
+        parts = part.new_empty((self._group.world_size, *part.shape))
+        self._group.all_gather(parts, part).wait()
+        self.spent_s += time.perf_counter() - began_s
+        return parts
+
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        self._group.send(x, rank).wait()
+
+    def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        self._group.recv(x, rank).wait()
+        return x
+
+    def announce(self, message: bytes) -> None:
+        """Send a message to all other ranks. Raises `EngineFailedError` if one has ended."""
+        if self._processes is not None:
+            self._processes.send(message)
+
+    def failure(self, error: Exception) -> EngineFailedError:
+        """What ends the engine: the end of a rank's process if there was one, else `error`."""
+        if self._processes is not None:
+            try:
+                self._processes.wait_for_failure(REPORT_S if isinstance(error, CommError) else 0.0)
+            except EngineFailedError as failed:
+                return failed
+        return EngineFailedError(f"rank {self.split.rank} failed in the middle of a step: {error}")
+
+    def close(self) -> None:
+        """End the other ranks. May be called twice."""
+        if self._processes is not None:
+            self._processes.close()
+        self._group.close()
+
+
+def launch(split: Split, entry: str, options: dict[str, object], backend: str) -> Ranks:
+    """Start the other ranks, and join them. `entry(options, inbox)` calls `join` with what is added to
+    `options`: "split", "store" and "collectives".
+
+    Raises `EngineFailedError` with the reason of a rank that ends.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="sagellm-ranks-"))
+    store = str(folder / "store")
+    shared = {
+        "tensor": split.tensor,
+        "pipeline": split.pipeline,
+        "whole_experts": split.whole_experts,
+    }
+    roles = [
+        Role(
+            f"rank {rank}",
+            entry,
+            {**options, "store": store, "collectives": backend, "split": {"rank": rank, **shared}},
+        )
+        for rank in range(1, split.num_ranks)
+    ]
+    processes = ProcessGroup.start(roles)
+    try:
+        found = dist.FileStore(store, split.num_ranks)
+        for rank in range(1, split.num_ranks):
+            while not found.check([_ready(rank)]):
+                processes.wait_for_failure(_LOOK_S)
+        group = _collectives(backend, split, found)
+        group.barrier().wait()
+        return Ranks(split, group, processes)
+    except BaseException:
+        processes.close(0.0)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def join(split: Split, store: str, backend: str) -> Ranks:
+    """Join the ranks that `launch` has started."""
+    found = dist.FileStore(store, split.num_ranks)
+    found.set(_ready(split.rank), "")
+    group = _collectives(backend, split, found)
+    group.barrier().wait()
+    return Ranks(split, group)
+
+
+def _ready(rank: int) -> str:
+    return f"rank {rank} is there"
+
+
+def _collectives(name: str, split: Split, store: dist.Store) -> CommBackendProtocol:
+    """The collectives of that name: gloo, or a plug-in's."""
+    if name in ("auto", "gloo"):
+        return TorchDistributedBackend(split.rank, split.num_ranks, group=_local_gloo(split, store))
+    made: CommBackendProtocol = registry("collectives").create(
+        name, rank=split.rank, world_size=split.num_ranks, store=store
+    )
+    return made
+
+
+def _local_gloo(split: Split, store: dist.Store) -> object:
+    """gloo on the loopback device: on others, strangers could connect to it."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    return dist.ProcessGroupGloo(store, split.rank, split.num_ranks, options)
