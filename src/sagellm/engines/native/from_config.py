@@ -79,8 +79,7 @@ def _backend_options(
         "kv_memory_fraction": config.kv.memory_fraction,
         "kv_memory_bytes": kv_memory_bytes,
         "host_memory_bytes": config.kv.host_bytes,
-        "measure_prefill": config.kv.has_tiers
-        or "model" in registry("policy").options(config.kv.eviction),
+        "measure_prefill": config.kv.has_tiers or "model" in registry("policy").options(config.kv.eviction),
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_model_len": config.model.max_model_len,
         "threads": config.engine.threads,

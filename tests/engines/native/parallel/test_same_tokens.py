@@ -24,7 +24,10 @@ NEW_TOKENS = 12
 EXPERTS = {name for name in TINY_MODELS if "moe" in name or name.startswith(("mixtral", "gpt-oss", "llama4"))}
 EXPERTS -= RECURRENT | {"llama4-text-part"}
 NORMED_TOGETHER = {"olmo2", "olmo3-window-mix"}
-NO_STAGES = {name for name in TINY_MODELS if name.startswith("gemma4")} - {"gemma4-wide-windows", "gemma4-moe"}
+NO_STAGES = {name for name in TINY_MODELS if name.startswith("gemma4")} - {
+    "gemma4-wide-windows",
+    "gemma4-moe",
+}
 DIVIDED = sorted(set(TINY_MODELS) - RECURRENT - NORMED_TOGETHER)
 USUAL = {"llama-biases", "qwen3-head80-window", "deepseek2-moe", "gpt-oss", "gemma4", "opt", "phi3"}
 SCORED = SamplingParams(temperature=0.8, seed=3, prompt_logprobs=2, logprobs=1, frequency_penalty=0.4)
@@ -116,12 +119,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", usual({"qwen3"}, ["llama-head80-tied", "llama-biases", "gemma2", "qwen3"]))
+@pytest.mark.parametrize("name", usual({"qwen3"}, ["llama-head80-tied", "llama-biases", "qwen3", "smollm3"]))
 def test_float32_recorded_alone_and_in_a_batch(name: str, models: Path) -> None:
     """Recorded steps, other runs and other batches have the same bits; the whole model nearly the same."""
     folder, kernels = saved(models, name), {"dtype": "float32", "kernels": cpu_kernels}
     split, made = Split(0, tensor=2), list[list[Running]]()
-    for capture, together in ((cuda_capture, True), (cuda_capture, True), (None, True), (cuda_capture, False)):
+    for capture, together in (
+        (cuda_capture, True),
+        (cuda_capture, True),
+        (None, True),
+        (cuda_capture, False),
+    ):
         with first_rank(folder, split, capture=capture, **kernels) as backend:
             made.append(generate(backend, together=together))
             recorded = backend._steps._replays if backend._steps else {}

@@ -28,6 +28,8 @@ from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
 
 TIMEOUT_S = 3600.0
 """A rank waits so long for others: one may still load its weights. The end of a process is seen at once."""
+OWN_COLLECTIVES = ("auto", "gloo")
+"""Names of `parallel.backend` that are no plug-ins."""
 _LOOK_S = 0.02
 
 
@@ -169,7 +171,7 @@ def _ready(rank: int) -> str:
 
 def _collectives(name: str, split: Split, store: dist.Store) -> CommBackendProtocol:
     """The collectives of that name: gloo, or a plug-in's."""
-    if name in ("auto", "gloo"):
+    if name in OWN_COLLECTIVES:
         return TorchDistributedBackend(split.rank, split.num_ranks, group=_local_gloo(split, store))
     made: CommBackendProtocol = registry("collectives").create(
         name, rank=split.rank, world_size=split.num_ranks, store=store

@@ -277,9 +277,7 @@ def _layer_of(name: str) -> tuple[int | None, str]:
 
 
 def _columns(parameter: Parameter, columns: tuple[int, int]) -> Parameter:
-    pieces = tuple(
-        replace(piece, kept=Kept(((0, piece.shape[0]),), columns)) for piece in parameter.pieces
-    )
+    pieces = tuple(replace(piece, kept=Kept(((0, piece.shape[0]),), columns)) for piece in parameter.pieces)
     return replace(parameter, pieces=pieces)
 
 

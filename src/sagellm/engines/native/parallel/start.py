@@ -7,11 +7,12 @@ from typing import Any
 from sagellm.core.child_process import Inbox
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
+from sagellm.core.registry import registry
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.options import usable_device
 from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
-from sagellm.engines.native.parallel.ranks import join, launch
+from sagellm.engines.native.parallel.ranks import OWN_COLLECTIVES, join, launch
 from sagellm.engines.native.parallel.split import Split
 
 ENTRY = "sagellm.engines.native.from_config:follow"
@@ -58,7 +59,7 @@ def _of_a_rank(options: dict[str, Any], split: Split) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Raise `ConfigError` for settings that several ranks do not go with."""
+    """Raise `ConfigError` for settings that several ranks do not go with, `UnknownNameError` for a backend."""
     parallel = config.parallel
     if parallel.tensor > 1 and parallel.pipeline > 1:
         raise ConfigError(
@@ -66,7 +67,11 @@ def _check(config: Config) -> None:
             "layers or deal them, not both: set one of them to 1"
         )
     if parallel.whole_experts and parallel.tensor == 1:
-        raise ConfigError("parallel.whole_experts deals experts to the ranks of parallel.tensor: set that to 2")
+        raise ConfigError(
+            "parallel.whole_experts deals experts to the ranks of parallel.tensor: set that to 2"
+        )
+    if parallel.backend not in OWN_COLLECTIVES:
+        registry("collectives").get(parallel.backend)
     if config.kv.has_tiers:
         raise ConfigError(
             "kv.host_gb, kv.disk_gb and kv.remote_url keep whole blocks, and each rank has a part of them: set "
