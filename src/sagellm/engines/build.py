@@ -88,8 +88,8 @@ def build_backend(
     name, options = config.engine.backend, config.engine.backend_options
     if config.parallel.num_ranks > 1 and name != "native":
         raise ConfigError(
-            f"parallel.*: engine.backend {name!r} runs on one rank: set parallel.tensor and parallel.pipeline "
-            "to 1, or engine.backend to native"
+            f"parallel.*: engine.backend {name!r} runs on one rank: set parallel.tensor and "
+            "parallel.pipeline to 1, or engine.backend to native"
         )
     sections = (config.model, config.kv, config.scheduler, config.engine)
     settings = {setting for section in sections for setting in type(section).model_fields}

@@ -211,8 +211,8 @@ class KernelSet:
     [T, heads x head dim + channels + heads], the state of each, tails, states float32 [n, heads, state dim,
     head dim], and weights: [width, channels], [channels] or None, decay, step bias and skip float32 [heads].
 
-    `record` captures work that is done by these kernels alone. `between` does other work on the way, which the
-    recording then repeats in its place; None: there is nothing to repeat it.
+    `record` captures work that is done by these kernels alone. `between` does other work on the way, which
+    the recording then repeats in its place; None: nothing repeats it.
     """
 
     linear: LinearKernel | None = None

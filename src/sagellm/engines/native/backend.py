@@ -422,8 +422,10 @@ def _kernels(
 
 
 def suitable_threads(num_parameters: int, sharing: int = 1) -> int:
-    """One thread per 8 M parameters, at most one per core, of which `sharing` ranks have equal parts. In a small model parallel regions are so short
-    that waiting for the last thread costs more than it saves, many times more on a machine with other work.
+    """One thread per 8 M parameters, at most one per core. Of the cores `sharing` ranks have equal parts.
+
+    In a small model parallel regions are so short that waiting for the last thread costs more than it saves,
+    many times more on a machine with other work.
     """
     return max(1, min(usable_cores() // sharing, num_parameters // PARAMETERS_PER_THREAD))
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
 from sagellm.core.processes import ProcessGroup
@@ -46,7 +46,7 @@ class ThreadGroup(ProcessGroup):
 def first_rank(folder: Path, split: Split, **options: Any) -> Iterator[RecordingFirstRank]:
     """The first rank, with the others on threads. An error of theirs is raised at the end."""
     options, errors = {**OPTIONS, **options}, list[BaseException]()
-    store, group = dist.HashStore(), ThreadGroup(split.num_ranks - 1)
+    store, group = HashStore(), ThreadGroup(split.num_ranks - 1)
 
     def ranks(rank: int, processes: ProcessGroup | None = None) -> Ranks:
         collectives = TorchDistributedBackend(rank, split.num_ranks, store, timeout_s=60.0)

@@ -1,9 +1,10 @@
-"""A divided model draws the tokens of the whole one: every family, chunked, preempted, recorded, in any batch."""
+"""A divided model draws the tokens of the whole one: every family, chunked, preempted, in any batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", usual({"qwen3"}, ["llama-head80-tied", "llama-biases", "qwen3", "smollm3"]))
 def test_float32_recorded_alone_and_in_a_batch(name: str, models: Path) -> None:
     """Recorded steps, other runs and other batches have the same bits; the whole model nearly the same."""
-    folder, kernels = saved(models, name), {"dtype": "float32", "kernels": cpu_kernels}
+    folder, kernels = saved(models, name), dict[str, Any](dtype="float32", kernels=cpu_kernels)
     split, made = Split(0, tensor=2), list[list[Running]]()
     for capture, together in (
         (cuda_capture, True),

@@ -3,7 +3,8 @@
 Before a kernel runs, Python checks its inputs, allocates the result and fills in a job: 4 to 15 us, in which
 no weight is read. The tensors of a decode step have the same shapes each time. So a recording keeps the jobs,
 with the tensors that they point to, and replays all of them in one call. Work that is not the kernels' and
-lies between them, such as adding up the results of several ranks, is repeated in its place (`Caller.between`).
+lies between them, such as adding up the results of several ranks, is repeated in its place
+(`Caller.between`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan as the first rank announces it: the numbers that other ranks need, as int64, and nothing else.
 
-Other ranks draw no tokens. So of a request's parameters only `prompt_logprobs` travels, which says what the step
-computes, and with each plan come the tokens that the first rank has drawn since the last one.
+Other ranks draw no tokens. So of a request's parameters only `prompt_logprobs` travels, which says what the
+step computes, and with each plan come the tokens that the first rank has drawn since the last one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def decode(message: bytes) -> tuple[ExecutionPlan, Drawn]:
         step,
         left=read.list(),
         joined=tuple(_join(read) for _ in read.times()),
-        table_deltas=tuple(BlockTableDelta(*read.some(2), read.list()) for _ in read.times()),
+        table_deltas=tuple(BlockTableDelta(read.one(), read.one(), read.list()) for _ in read.times()),
         decode_rows=read.list(),
         decode_positions=read.list(),
         prefills=tuple(_prefill(*read.some(4)) for _ in read.times()),

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
 
 from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
 from sagellm.core.errors import CommError, EngineFailedError
@@ -142,7 +142,7 @@ def launch(split: Split, entry: str, options: dict[str, object], backend: str) -
     ]
     processes = ProcessGroup.start(roles)
     try:
-        found = dist.FileStore(store, split.num_ranks)
+        found = FileStore(store, split.num_ranks)
         for rank in range(1, split.num_ranks):
             while not found.check([_ready(rank)]):
                 processes.wait_for_failure(_LOOK_S)
@@ -158,7 +158,7 @@ def launch(split: Split, entry: str, options: dict[str, object], backend: str) -
 
 def join(split: Split, store: str, backend: str) -> Ranks:
     """Join the ranks that `launch` has started."""
-    found = dist.FileStore(store, split.num_ranks)
+    found = FileStore(store, split.num_ranks)
     found.set(_ready(split.rank), "")
     group = _collectives(backend, split, found)
     group.barrier().wait()
@@ -169,7 +169,7 @@ def _ready(rank: int) -> str:
     return f"rank {rank} is there"
 
 
-def _collectives(name: str, split: Split, store: dist.Store) -> CommBackendProtocol:
+def _collectives(name: str, split: Split, store: Store) -> CommBackendProtocol:
     """The collectives of that name: gloo, or a plug-in's."""
     if name in OWN_COLLECTIVES:
         return TorchDistributedBackend(split.rank, split.num_ranks, group=_local_gloo(split, store))
@@ -179,9 +179,9 @@ def _collectives(name: str, split: Split, store: dist.Store) -> CommBackendProto
     return made
 
 
-def _local_gloo(split: Split, store: dist.Store) -> object:
-    """gloo on the loopback device: on others, strangers could connect to it."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+def _local_gloo(split: Split, store: Store) -> object:
+    """Gloo on the loopback device: on others, strangers could connect to it."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    return dist.ProcessGroupGloo(store, split.rank, split.num_ranks, options)
+    return ProcessGroupGloo(store, split.rank, split.num_ranks, options)

@@ -2,10 +2,9 @@
 
 Tensor parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a rank has some heads of each
 attention and some columns of each MLP. Queries, keys, values and the first matrices of MLPs are divided by
-outputs, the matrices behind them by inputs, so that a layer needs two sums over the ranks. Where there are fewer
-KV heads than ranks, several ranks have the same one. The head is divided by tokens of the vocabulary. The
-embedding is whole on every rank: a step reads a few rows of it, and a sum over the ranks would cost more than
-the memory saves.
+outputs, the matrices behind them by inputs, so that a layer needs two sums over the ranks. Where there are
+fewer KV heads than ranks, several ranks have the same one. The head is divided by tokens of the vocabulary.
+The embedding is whole on every rank: a step reads a few rows of it, and dividing it would cost one more sum.
 
 Experts are divided like MLPs, or dealt whole to the ranks (`whole_experts`). A pipeline deals the layers.
 """
@@ -90,8 +89,11 @@ class Split:
             )
         obstacle = self._obstacle(spec)
         if obstacle:
-            others = (replace(self, rank=0, **{key: n}) for n in range(1, MOST_RANKS + 1))
-            would_do = [str(getattr(other, key)) for other in others if not other._obstacle(spec)]
+            others = (
+                (n, replace(self, tensor=n) if key == "tensor" else replace(self, pipeline=n))
+                for n in range(1, MOST_RANKS + 1)
+            )
+            would_do = [str(n) for n, other in others if not other._obstacle(spec)]
             raise ConfigError(f"parallel.{key} = {count}: {obstacle}; {', '.join(would_do)} would do")
 
     def _obstacle(self, spec: ModelSpec) -> str:
@@ -229,8 +231,8 @@ def check_stored(quantization: Quantization, split: Split) -> None:
     """Raise `UnsupportedModelError` for matrices that are stored quantized and would be divided."""
     if quantization.stored is not None and split.tensor > 1:
         raise UnsupportedModelError(
-            f"matrices that a checkpoint stores as {quantization.method} are not divided: set parallel.tensor "
-            "to 1 (parallel.pipeline can be more), or take the unquantized checkpoint"
+            f"matrices that a checkpoint stores as {quantization.method} are not divided: set "
+            "parallel.tensor to 1 (parallel.pipeline can be more), or take the unquantized checkpoint"
         )
 
 

@@ -1,6 +1,6 @@
 """`StageModel`: the layers of one rank of a pipeline.
 
-The residual stream goes from rank to rank, and what the head reads goes from the last rank to the first, which
+The residual stream goes from rank to rank. What the head reads goes from the last rank to the first, which
 has embedding and head.
 """
 

@@ -59,12 +59,15 @@ def _of_a_rank(options: dict[str, Any], split: Split) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Raise `ConfigError` for settings that several ranks do not go with, `UnknownNameError` for a backend."""
+    """Raise `ConfigError` for settings that several ranks do not go with.
+
+    `UnknownNameError`: there are no such collectives.
+    """
     parallel = config.parallel
     if parallel.tensor > 1 and parallel.pipeline > 1:
         raise ConfigError(
-            f"parallel.tensor = {parallel.tensor} with parallel.pipeline = {parallel.pipeline}: ranks share the "
-            "layers or deal them, not both: set one of them to 1"
+            f"parallel.tensor = {parallel.tensor} with parallel.pipeline = {parallel.pipeline}: ranks share "
+            "the layers or deal them, not both: set one of them to 1"
         )
     if parallel.whole_experts and parallel.tensor == 1:
         raise ConfigError(
@@ -74,12 +77,12 @@ def _check(config: Config) -> None:
         registry("collectives").get(parallel.backend)
     if config.kv.has_tiers:
         raise ConfigError(
-            "kv.host_gb, kv.disk_gb and kv.remote_url keep whole blocks, and each rank has a part of them: set "
-            "them to 0 (none), or parallel.tensor and parallel.pipeline to 1"
+            "kv.host_gb, kv.disk_gb and kv.remote_url keep whole blocks, and each rank has a part of them: "
+            "leave them out, or set parallel.tensor and parallel.pipeline to 1"
         )
     if config.kv.approximate_reuse:
         raise ConfigError("kv.approximate_reuse moves KV on one rank only: leave it out with parallel.*")
     if usable_device(config.model.device).type != "cpu":
         raise ConfigError(
-            f"model.device = {config.model.device}: several ranks run on a CPU so far: set model.device to cpu"
+            f"model.device = {config.model.device}: several ranks run on a CPU so far: set it to cpu"
         )
