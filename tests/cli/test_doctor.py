@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from sagellm.accel.fusion.cpu.library import cache_folder
 from sagellm.cli import doctor
 from sagellm.cli._loading import as_text
 from sagellm.cli._settings import Settings
 from sagellm.cli.doctor import LocalDevice, devices, read_meminfo
 from sagellm.core.extras import EXTRA_OF, install_command
+from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import save_pair

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
+from sagellm.accel.fusion.cpu.library import compiled, loaded
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, CpuLevel, find_compiler, this_cpu_flags
 from sagellm.core.protocols.fusion import FusedKernel, Scores
 from tests.effort import examples
 

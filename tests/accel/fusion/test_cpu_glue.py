@@ -21,8 +21,9 @@ from sagellm.accel.fusion.cpu.glue import (
     CpuRopeToCache,
     CpuSiluAndMul,
 )
-from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
+from sagellm.accel.fusion.cpu.library import compiled, loaded
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, CpuLevel, find_compiler, this_cpu_flags
 from sagellm.core.protocols.fusion import FusedKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,16 +12,9 @@ from pathlib import Path
 import pytest
 
 from sagellm.accel.fusion.cpu import SOURCES, cpu_kernels, library
-from sagellm.accel.fusion.cpu.library import (
-    LEVELS,
-    Compiler,
-    CpuLevel,
-    cache_folder,
-    compiled,
-    find_compiler,
-    this_cpu_flags,
-)
+from sagellm.accel.fusion.cpu.library import compiled
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, Compiler, CpuLevel, cache_folder, find_compiler, this_cpu_flags
 from sagellm.core.protocols.fusion import KernelSet
 
 PLAIN = LEVELS[-1]

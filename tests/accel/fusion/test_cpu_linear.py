@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.library import (
-    LEVELS,
-    Compiler,
-    CpuLevel,
-    compiled,
-    cpu_level,
-    find_compiler,
-    loaded,
-    this_cpu_flags,
-)
+from sagellm.accel.fusion.cpu.library import compiled, loaded
 from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, Compiler, CpuLevel, cpu_level, find_compiler, this_cpu_flags
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL, RTOL = 2e-5, 2e-5

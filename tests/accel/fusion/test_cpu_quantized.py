@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import CpuQuantizedLinear, cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
+from sagellm.accel.fusion.cpu.library import compiled, loaded
 from sagellm.accel.fusion.cpu.quantized import quantized_rows
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, CpuLevel, find_compiler, this_cpu_flags
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from tests.effort import examples
 

@@ -85,6 +85,11 @@ def contiguous(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]
     return copy, lambda: buffer.copy_(copy)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as bytes: what is moved and not summed may have any dtype."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class Broken:
     """Whether a group is broken or closed, and why."""
 

@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from sagellm.comm.collectives._buffers import (
     Broken,
+    as_bytes,
     check_group,
     check_rank,
     check_reducible,
@@ -113,7 +114,7 @@ class TorchDistributedBackend:
         gathered, copy_back = contiguous(output)
         sent = part.contiguous()
         return self._submit(
-            lambda: self._group._allgather_base(_as_bytes(gathered), _as_bytes(sent)),
+            lambda: self._group._allgather_base(as_bytes(gathered), as_bytes(sent)),
             copy_back,
             [gathered, sent],
         )
@@ -140,7 +141,7 @@ class TorchDistributedBackend:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         sent, copy_back = contiguous(buffer)
-        return self._submit(lambda: self._group.broadcast([_as_bytes(sent)], options), copy_back, [sent])
+        return self._submit(lambda: self._group.broadcast([as_bytes(sent)], options), copy_back, [sent])
 
     def all_to_all(
         self,
@@ -160,7 +161,7 @@ class TorchDistributedBackend:
         sent = buffer.contiguous()
         return self._submit(
             lambda: self._group.alltoall_base(
-                _as_bytes(received), _as_bytes(sent), received_bytes, sent_bytes, dist.AllToAllOptions()
+                as_bytes(received), as_bytes(sent), received_bytes, sent_bytes, dist.AllToAllOptions()
             ),
             copy_back,
             [received, sent],
@@ -169,13 +170,13 @@ class TorchDistributedBackend:
     def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> _TorchWork:
         check_rank("target", target, self.world_size)
         sent = buffer.contiguous()
-        return self._submit(lambda: self._group.send([_as_bytes(sent)], target, tag), _nothing, [sent])
+        return self._submit(lambda: self._group.send([as_bytes(sent)], target, tag), _nothing, [sent])
 
     def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> _TorchWork:
         check_rank("source", source, self.world_size)
         received, copy_back = contiguous(buffer)
         return self._submit(
-            lambda: self._group.recv([_as_bytes(received)], source, tag), copy_back, [received]
+            lambda: self._group.recv([as_bytes(received)], source, tag), copy_back, [received]
         )
 
     def barrier(self) -> _TorchWork:
@@ -257,11 +258,6 @@ class _TorchWork:
 def _failure(error: RuntimeError) -> CommError:
     [first, *_] = str(error).splitlines() or [""]
     return CommError(f"a rank died, left or did not answer in time: {first[:_SHOWN_CHARS]}")
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: what is moved and not summed may have any dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _nothing() -> None:

@@ -18,11 +18,12 @@ from sagellm.accel.fusion.cpu.glue import (
     CpuRopeToCache,
     CpuSiluAndMul,
 )
-from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
+from sagellm.accel.fusion.cpu.library import compiled, kernel_function, loaded
 from sagellm.accel.fusion.cpu.linear import CpuLinear
 from sagellm.accel.fusion.cpu.mamba import CpuMambaStep
 from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import cpu_level, find_compiler
 from sagellm.core.protocols.fusion import KernelSet
 
 SOURCES = ("linear", "attention", "glue", "quantized", "experts", "delta", "mamba")

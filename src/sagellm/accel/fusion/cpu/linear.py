@@ -26,9 +26,10 @@ from sagellm.accel.fusion.cpu.calls import (
     pointers,
     structure,
 )
-from sagellm.accel.fusion.cpu.library import CpuLevel, kernel_function
+from sagellm.accel.fusion.cpu.library import kernel_function
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import CpuLevel
 from sagellm.core.protocols.fusion import Tolerance, Zeros
 
 _GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
