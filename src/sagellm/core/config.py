@@ -254,7 +254,9 @@ class ParallelConfig(Section):
     whole_experts: bool = key(
         False, "with tensor: each rank has some experts whole; off: a part of every expert"
     )
-    backend: Word = key("auto", "what adds up the ranks' parts: auto, gloo, or the name of a plug-in")
+    backend: Word = key(
+        "auto", "what adds up the ranks' parts: auto, shared_memory, gloo, or another plug-in"
+    )
 
     @property
     def num_ranks(self) -> int:

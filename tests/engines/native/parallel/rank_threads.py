@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
 from sagellm.core.processes import ProcessGroup
+from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
 from sagellm.engines.native.parallel.ranks import Ranks
 from sagellm.engines.native.parallel.split import Split
@@ -43,13 +44,18 @@ class ThreadGroup(ProcessGroup):
 
 
 @contextmanager
-def first_rank(folder: Path, split: Split, **options: Any) -> Iterator[RecordingFirstRank]:
+def first_rank(
+    folder: Path,
+    split: Split,
+    kind: Callable[..., CommBackendProtocol] = TorchDistributedBackend,
+    **options: Any,
+) -> Iterator[RecordingFirstRank]:
     """The first rank, with the others on threads. An error of theirs is raised at the end."""
     options, errors = {**OPTIONS, **options}, list[BaseException]()
     store, group = HashStore(), ThreadGroup(split.num_ranks - 1)
 
     def ranks(rank: int, processes: ProcessGroup | None = None) -> Ranks:
-        collectives = TorchDistributedBackend(rank, split.num_ranks, store, timeout_s=60.0)
+        collectives = kind(rank, split.num_ranks, store, timeout_s=60.0)
         return Ranks(split.with_rank(rank), collectives, processes)
 
     def follow(rank: int) -> None:

@@ -94,9 +94,10 @@ def test_as_one_process(model: Path) -> None:
     assert not any(map(is_there, pids))
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shared_memory"])
 @pytest.mark.parametrize("key", ["parallel.tensor", "parallel.pipeline"])
-def test_a_killed_rank_ends_the_engine(model: Path, key: str) -> None:
-    with engine(model, **{key: 3 if key == "parallel.pipeline" else 2}) as made:
+def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> None:
+    with engine(model, **{key: 3 if "pipeline" in key else 2, "parallel.backend": backend}) as made:
         for i in range(4):
             made.add(request(f"r{i}", range(3, 9), 400, temperature=0.0, ignore_eos=True))
         for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
 
+from sagellm.comm.collectives.shared_kernels import native_library
+from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
 from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
-from sagellm.core.errors import CommError, EngineFailedError
+from sagellm.core.errors import CommError, EngineFailedError, KernelError
 from sagellm.core.processes import REPORT_S, ProcessGroup, Role
 from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.core.protocols.fusion import KernelSet
@@ -26,6 +29,7 @@ from sagellm.engines.native.parallel.split import Split
 from sagellm.engines.native.parallel.stage import StageModel
 from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
 
+log = logging.getLogger("sagellm.ranks")
 TIMEOUT_S = 3600.0
 """A rank waits so long for others: one may still load its weights. The end of a process is seen at once."""
 OWN_COLLECTIVES = ("auto", "gloo")
@@ -43,6 +47,7 @@ class Ranks:
         self, split: Split, group: CommBackendProtocol, processes: ProcessGroup | None = None
     ) -> None:
         self.split, self._group, self._processes = split, group, processes
+        self._adds_in_order = group.world_size == 2 or isinstance(group, SharedMemoryBackend)
         self.spent_s = 0.0
 
     @property
@@ -68,15 +73,14 @@ class Ranks:
     def sum(self, part: torch.Tensor) -> None:
         """Add up the parts of all ranks, in place, in the same bits on all ranks and in any batch.
 
-        A contiguous tensor. Of two parts any order of addition gives the same bits. Of more, backends choose
-        one by the size of the tensor, so they are gathered, and added in order of rank.
+        A contiguous tensor. Of two parts any order of addition gives the same bits, and shared memory adds in
+        order of rank. Other backends choose an order by the size of the tensor: there, parts are gathered.
         """
         began_s = time.perf_counter()
-        size = self._group.world_size
-        if size == 2:
+        if self._adds_in_order:
             self._group.all_reduce(part).wait()
         else:
-            parts = part.new_empty((size, *part.shape))
+            parts = part.new_empty((self._group.world_size, *part.shape))
             self._group.all_gather(parts, part).wait()
             part.copy_(parts[0])
             for other in parts[1:]:
@@ -127,6 +131,7 @@ def launch(split: Split, entry: str, options: dict[str, object], backend: str) -
     """
     folder = Path(tempfile.mkdtemp(prefix="sagellm-ranks-"))
     store = str(folder / "store")
+    backend = _usual_collectives() if backend == "auto" else backend
     shared = {
         "tensor": split.tensor,
         "pipeline": split.pipeline,
@@ -171,12 +176,24 @@ def _ready(rank: int) -> str:
 
 def _collectives(name: str, split: Split, store: Store) -> CommBackendProtocol:
     """The collectives of that name: gloo, or a plug-in's."""
-    if name in OWN_COLLECTIVES:
+    if name == "gloo":
         return TorchDistributedBackend(split.rank, split.num_ranks, group=_local_gloo(split, store))
+    if name == "shared_memory":
+        return SharedMemoryBackend(split.rank, split.num_ranks, store, timeout_s=TIMEOUT_S)
     made: CommBackendProtocol = registry("collectives").create(
         name, rank=split.rank, world_size=split.num_ranks, store=store
     )
     return made
+
+
+def _usual_collectives() -> str:
+    """Shared memory, or gloo where its kernel cannot be compiled."""
+    try:
+        native_library()
+    except KernelError as error:
+        log.warning("ranks add over gloo, not in shared memory: %s", error)
+        return "gloo"
+    return "shared_memory"
 
 
 def _local_gloo(split: Split, store: Store) -> object:
