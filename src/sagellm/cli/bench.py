@@ -75,8 +75,8 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name == "fusion" and find_spec("torch") is None:
-            raise MissingExtraError("bench micro fusion", "native")
+        if name in ("fusion", "parallel") and find_spec("torch") is None:
+            raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
         from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
@@ -145,6 +145,15 @@ _add_micro(
     """Measure the CPU kernels and torch, on one thread, for a 184 M model.
 
     Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
+    """,
+)
+_add_micro(
+    "parallel",
+    "backend",
+    "shared_memory, gloo or both, as a,b; default: both.",
+    """Measure two ranks of one thread beside one process of two threads, for a 184 M model.
+
+    Sections: p, prefill; d, decode steps. Both compute in turns. It takes two minutes.
     """,
 )
 

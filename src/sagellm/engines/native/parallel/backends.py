@@ -34,6 +34,11 @@ class FirstRank(NativeBackend):
         except CommError as error:
             raise ranks.failure(error) from error
 
+    @property
+    def communication_s(self) -> float:
+        """Seconds so far in sums over the ranks and in gathering logits, waiting for others included."""
+        return self._ranks.spent_s
+
     def capability(self) -> CapabilityDescriptor:
         """That of the whole model, with the memory and the KV schema of this rank."""
         found = super().capability()
