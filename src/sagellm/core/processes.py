@@ -133,9 +133,10 @@ class ProcessGroup:
         self._end(grace_s)
 
     def _watch(self, child: _Child) -> None:
-        """Wait for the child's end. If nobody asked for it, end the others."""
+        """Wait for the child's end. If it comes unasked, end the others."""
         code = child.process.wait()
-        child.reader.join(1.0)
+        if code > 0:  # its last line is the reason
+            child.reader.join(1.0)
         with self._lock:
             if self._closing or self.failure is not None:
                 return

@@ -69,6 +69,9 @@ log = logging.getLogger("sagellm.engine")
 MOST_IDLE_S = 0.002
 """A step waits so long for KV where it has nothing else to do; then the engine looks for new requests."""
 
+RANKS_LOOK_S = 1.0
+"""While idle, an engine of several ranks looks so often whether they are alive."""
+
 
 class EngineView:
     """Implements `SchedulingView`: what passes see of an engine, and nothing else of it."""
@@ -112,6 +115,7 @@ class Engine:
         if max_batched_tokens < 1:
             raise ValueError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
         self.backend = backend
+        self._check_ranks: Callable[[], None] | None = getattr(backend, "check_ranks", None)
         self.kv = kv
         self.scheduler = scheduler
         self.clock = clock or MonotonicClock()
@@ -207,13 +211,17 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
+        if self._check_ranks is not None:
+            self._check_ranks()
         moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
         has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
         return has_requests or moves or not self.kv.hints.wake_s
 
     def idle_s(self) -> float | None:
-        """Until KV that a client expects later has to be loaded."""
+        """Until KV has to be loaded that a client expects, or ranks are looked at."""
         wake_s = self.kv.hints.wake_s
+        if self._check_ranks is not None:
+            return min(wake_s, RANKS_LOOK_S)
         return None if wake_s == math.inf else wake_s
 
     def stats(self) -> EngineStats:
@@ -247,6 +255,7 @@ class Engine:
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
             num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
+            communication_s=getattr(self.backend, "communication_s", None),
         )
 
     def capability(self) -> CapabilityDescriptor:

@@ -1,4 +1,4 @@
-"""`sagellm bench micro parallel`: two ranks of one thread beside an engine of two threads.
+"""`sagellm bench micro parallel`: two ranks of one thread beside two threads.
 
 The model has the shape S (184 M parameters, bfloat16) and random weights. Both compute the same step in turns,
 so other load of the machine affects both. Times are wall time: ranks are processes.

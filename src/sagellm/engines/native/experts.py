@@ -116,7 +116,10 @@ def by_held(
     spec: ExpertSpec, rows: torch.Tensor, starts: torch.Tensor,
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """`compute(rows, starts)`, for the experts that this rank has; zeros [n, hidden] for rows of others."""
+    """`compute(rows, starts)` for the experts that this rank has.
+
+    The result [n, hidden] is zero for rows of other experts.
+    """
     if spec.held is None:
         return compute(rows, starts)
     bounds = starts[spec.held[0] : spec.held[1] + 1]

@@ -42,7 +42,7 @@ class StackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a rank has of a piece: ascending ranges of its rows, in the model's order, and of columns."""
+    """What a rank has of a piece: rows in the model's order, and columns."""
 
     rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int] | None = None

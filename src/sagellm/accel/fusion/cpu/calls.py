@@ -149,7 +149,7 @@ class CpuKernel(CheckedKernel):
 
 
 class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects torch's operators that do more than allocate or make a view, while calls are recorded."""
+    """While calls are recorded, collects torch's operators that compute."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""The backends of a divided model: `FirstRank` is the engine's, each `FollowingRank` repeats its steps."""
+"""The backends of a divided model.
+
+`FirstRank` is the engine's, and each `FollowingRank` repeats its steps.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,17 @@ class FirstRank(NativeBackend):
         except CommError as error:
             raise ranks.failure(error) from error
 
+    def check_ranks(self) -> None:
+        """Raise `EngineFailedError` if the process of another rank has ended."""
+        self._ranks.check()
+
     @property
     def communication_s(self) -> float:
-        """Seconds so far in sums over the ranks and in gathering logits, waiting for others included."""
+        """Seconds so far of communication, waiting for others included."""
         return self._ranks.spent_s
 
     def capability(self) -> CapabilityDescriptor:
-        """That of the whole model, with the memory and the KV schema of this rank."""
+        """Of the whole model, with memory and KV schema of this rank."""
         found = super().capability()
         return found if self._ranks.split.pipeline == 1 else replace(found, sliding_window=None)
 

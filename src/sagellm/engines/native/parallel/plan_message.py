@@ -1,4 +1,4 @@
-"""A plan as the first rank announces it: the numbers that other ranks need, as int64, and nothing else.
+"""A plan as a message to other ranks: int64 numbers, and no others.
 
 Other ranks draw no tokens. So of a request's parameters only `prompt_logprobs` travels, which says what the
 step computes, and with each plan come the tokens that the first rank has drawn since the last one.
@@ -45,43 +45,45 @@ class _Reader:
 
 
 def encode(plan: ExecutionPlan, drawn: Drawn) -> bytes:
-    """The message. State pages are not in it: models with recurrent states are not divided."""
-    out = array("q", [plan.step])
+    """The message. State pages are not in it: recurrent states are not divided."""
+    numbers = array("q", [plan.step])
 
     def put(values: Sequence[int]) -> None:
-        out.append(len(values))
-        out.extend(values)
+        numbers.append(len(values))
+        numbers.extend(values)
 
     put(drawn.rows)
     put(drawn.token_ids)
     put(plan.left)
-    out.append(len(plan.joined))
+    numbers.append(len(plan.joined))
     for join in plan.joined:
         scored = join.params.prompt_logprobs
-        out.extend((join.row, join.num_prompt_tokens, join.num_computed, -1 if scored is None else scored))
+        numbers.extend(
+            (join.row, join.num_prompt_tokens, join.num_computed, -1 if scored is None else scored)
+        )
         put(join.block_ids)
         put(Tokens.frombytes(join.tokens).tolist())
-    out.append(len(plan.table_deltas))
+    numbers.append(len(plan.table_deltas))
     for delta in plan.table_deltas:
-        out.extend((delta.row, delta.first))
+        numbers.extend((delta.row, delta.first))
         put(delta.block_ids)
     put(plan.decode_rows)
     put(plan.decode_positions)
-    out.append(len(plan.prefills))
+    numbers.append(len(plan.prefills))
     for op in plan.prefills:
-        out.extend((op.row, op.start, op.num_tokens, op.samples))
-    out.append(len(plan.copies))
+        numbers.extend((op.row, op.start, op.num_tokens, op.samples))
+    numbers.append(len(plan.copies))
     for copy in plan.copies:
-        out.extend((copy.source, copy.target))
-    out.append(len(plan.chains))
+        numbers.extend((copy.source, copy.target))
+    numbers.append(len(plan.chains))
     for chain in plan.chains:
-        out.append(chain.row)
+        numbers.append(chain.row)
         put(chain.token_ids)
-    return out.tobytes()
+    return numbers.tobytes()
 
 
 def decode(message: bytes) -> tuple[ExecutionPlan, Drawn]:
-    """The plan of a message, with rows in place of request ids, and what was drawn before."""
+    """The plan, with rows for request ids, and what was drawn before."""
     read = _Reader(message)
     step, drawn = read.one(), Drawn(read.list(), read.list())
     plan = ExecutionPlan(

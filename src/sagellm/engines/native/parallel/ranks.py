@@ -38,9 +38,9 @@ _LOOK_S = 0.02
 
 
 class Ranks:
-    """A group of ranks: this one's part, its collectives, and on the first rank the processes of the others.
+    """A group of ranks: its collectives, and which part of it is this rank's.
 
-    `sum` counts the seconds of waiting and communicating in `spent_s`.
+    The first rank has the `processes` of the others. `spent_s`: seconds of communication, waiting included.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Ranks:
         return int(given[0])
 
     def sum(self, part: torch.Tensor) -> None:
-        """Add up the parts of all ranks, in place, in the same bits on all ranks and in any batch.
+        """Add up the parts of all ranks, in place.
 
-        A contiguous tensor. Of two parts any order of addition gives the same bits, and shared memory adds in
+        The bits are the same on all ranks, and in any batch. A contiguous tensor. Of two parts any order of addition gives the same bits, and shared memory adds in
         order of rank. Other backends choose an order by the size of the tensor: there, parts are gathered.
         """
         began_s = time.perf_counter()
@@ -107,8 +107,13 @@ class Ranks:
         if self._processes is not None:
             self._processes.send(message)
 
+    def check(self) -> None:
+        """Raise `EngineFailedError` if the process of another rank has ended."""
+        if self._processes is not None:
+            self._processes.check()
+
     def failure(self, error: Exception) -> EngineFailedError:
-        """What ends the engine: the end of a rank's process if there was one, else `error`."""
+        """What ends the engine: the end of a rank's process, else `error`."""
         if self._processes is not None:
             try:
                 self._processes.wait_for_failure(REPORT_S if isinstance(error, CommError) else 0.0)

@@ -1,4 +1,4 @@
-"""`Split`: which part of a model a rank has, and which models can be divided so.
+"""`Split`: the part of a model that a rank has.
 
 Tensor parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a rank has some heads of each
 attention and some columns of each MLP. Queries, keys, values and the first matrices of MLPs are divided by
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, UnsupportedModelError
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.layer_spec import LayerShape
@@ -28,7 +29,10 @@ Rows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The part of rank `rank` where `tensor` ranks share each layer, or `pipeline` ranks deal the layers."""
+    """The part of rank `rank`.
+
+    `tensor` ranks share each layer, or layers are dealt to `pipeline` ranks.
+    """
 
     rank: int
     tensor: int = 1
@@ -48,7 +52,7 @@ class Split:
         return f"-rank{self.rank}of{self.tensor}x{self.pipeline}"
 
     def share(self, count: int) -> tuple[int, int]:
-        """This rank's range of `count` things of which each rank of `tensor` has as many.
+        """This rank's range of `count` things, of which each has as many.
 
         Of fewer things than ranks it is the one that it shares with others.
         """
@@ -59,7 +63,7 @@ class Split:
 
     def vocabulary(self, size: int) -> tuple[int, int]:
         """The token ids of which this rank has the head. The last rank may have fewer than the others."""
-        part = -(-size // self.tensor)
+        part = cdiv(size, self.tensor)
         return min(size, self.rank * part), min(size, (self.rank + 1) * part)
 
     def layers(self, count: int) -> tuple[int, int]:
@@ -179,7 +183,7 @@ class Split:
         return parameter if rows is None else _rows(parameter, rows)
 
     def _share_of(self, inputs: int, spec: ModelSpec, layer: int, name: str) -> tuple[int, int]:
-        """The inputs of this rank: of its heads, or of its columns of an MLP."""
+        """The inputs of this rank's heads, or of its columns of an MLP."""
         if name != "out":
             return self.share(inputs)
         first, stop = self.share(spec.num_heads)
@@ -187,7 +191,7 @@ class Split:
         return first * dim, stop * dim
 
     def _outputs(self, spec: ModelSpec, layer: int, name: str) -> Rows | None:
-        """The rows that this rank has of a layer's parameter; None for all."""
+        """The rows that this rank has of a parameter; None: all."""
         shape, latent, (first, stop) = spec.shape(layer), spec.latent, self.share(spec.num_heads)
         experts = spec.experts
         if name == "sinks":
@@ -266,7 +270,7 @@ def _remainders(spec: ModelSpec, num_ranks: int, *, whole_experts: bool) -> Iter
     for width in sorted(widths):
         if width % num_ranks:
             yield f"MLPs of width {width} are not divisible by it"
-    if (num_ranks - 1) * -(-spec.vocab_size // num_ranks) >= spec.vocab_size:
+    if (num_ranks - 1) * cdiv(spec.vocab_size, num_ranks) >= spec.vocab_size:
         yield f"the vocabulary has {spec.vocab_size} tokens"
 
 

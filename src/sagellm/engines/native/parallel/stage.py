@@ -48,7 +48,7 @@ class StageModel(DecoderModel):
         return self._stages.receive(x.new_empty(num_rows, self.spec.embed_dim), last)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
-        """On all ranks but the first there is no head, and the result is empty."""
+        """Only the first rank has a head; elsewhere the result is empty."""
         if self._stages.is_first:
             return super().head(hidden, output)
         return hidden.new_empty(0, self.spec.vocab_size)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a divided model: on the first rank by the engine, on the others by `follow`."""
+"""Starts the ranks of a divided model."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorRanks:
-    """What a model whose layers are divided does with the other ranks, on the way through the kernels."""
+    """What a divided layer does with the other ranks, between the kernels."""
 
     def __init__(self, ranks: Ranks, kernels: KernelSet, vocab_size: int) -> None:
         self._ranks, self._vocab_size = ranks, vocab_size
