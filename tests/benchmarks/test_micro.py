@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, parallel, prefix_cache, scheduler_ir
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -113,6 +113,20 @@ def test_bytes_are_moved_beside_their_references() -> None:
     disk = {kv_bytes.WRITE, kv_bytes.READ, kv_bytes.RAW_WRITE, kv_bytes.RAW_READ}
     assert cells(rows) == {("host", case, 32) for case in host} | {("disk", case, 32) for case in disk}
     assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
+
+
+def test_ranks_have_every_row_beside_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "SHAPE", "tiny")
+    plan = dataclasses.replace(tiny("gloo"), lengths=(32,), layers=1)
+    rows = measured(parallel.BENCHMARK, "pd", plan).rows
+    names = (parallel.WHOLE, parallel.RANKS, parallel.RATIO, parallel.SHARE)
+    sizes = {parallel.PREFILL: (32,), parallel.DECODE: (1, 8)}
+    assert [(row.case, row.size) for row in rows] == [
+        (f"{case}: {name}", size) for case, of in sizes.items() for size in of for name in names
+    ]
+    assert all(row.value > 0 for row in rows)
+    with pytest.raises(UnknownNameError, match="Did you mean 'gloo'"):
+        parallel.BENCHMARK.check("glo")
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:

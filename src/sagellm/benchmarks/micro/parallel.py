@@ -1,7 +1,7 @@
 """`sagellm bench micro parallel`: two ranks of one thread beside two threads.
 
-The model has the shape S (184 M parameters, bfloat16) and random weights. Both compute the same step in turns,
-so other load of the machine affects both. Times are wall time: ranks are processes.
+The model has the shape S (184 M parameters, bfloat16) and random weights. Both compute the same step in
+turns, so other load of the machine affects both. Times are wall time: ranks are processes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ BACKENDS = ("shared_memory", "gloo")
 PREFILL, DECODE = "prefill of a prompt", "decode of so many rows behind 16 tokens"
 WHOLE, RANKS = "one process, 2 threads", "2 ranks, 1 thread each"
 RATIO, SHARE = "speed of the ranks / of the process", "share of a step in sums over ranks"
+SHAPE = "S"
 _ROUNDS, _DECODE_STEPS, _PROMPT, _BLOCK = 7, 16, 16, 16
 
 
@@ -85,7 +86,7 @@ def _section(
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="sagellm-bench-")))
-            write_model(SHAPES["S"].changed(num_hidden_layers=plan.layers), folder, plan.seed)
+            write_model(SHAPES[SHAPE].changed(num_hidden_layers=plan.layers), folder, plan.seed)
             whole = _backend(folder, plan, None)
             stack.callback(whole.close)
             for variant in plan.variants:

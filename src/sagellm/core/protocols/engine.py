@@ -41,12 +41,12 @@ class EngineDiagnostics:
     `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
-    `communication_s`: seconds that the first of several ranks has spent in communication with the others; None
-    for one rank. `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
+    `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
     `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
-    `num_approximate_tokens`: tokens whose KV was copied from another position.
+    `num_approximate_tokens`: tokens whose KV was copied from another position. `communication_s`: seconds
+    that the first of several ranks has spent in communication with the others; None for one rank.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -101,8 +101,8 @@ class InferenceBackend(Protocol):
     `engine_type`, a subclass of `Engine`, is run by that. `expert_rows()`, where a backend has it, gives
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
-    a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`, which
-    raises `EngineFailedError` once one has ended, and `communication_s`.
+    a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
+    which raises `EngineFailedError` once one has ended, and `communication_s`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an

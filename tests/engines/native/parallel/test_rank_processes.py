@@ -15,7 +15,7 @@ import pytest
 
 from sagellm.core.errors import ConfigError, EngineFailedError
 from sagellm.engines.build import build_engine, load_config
-from sagellm.engines.engine import Engine
+from sagellm.engines.engine import RANKS_LOOK_S, Engine
 from sagellm.engines.native.parallel import start
 from sagellm.engines.native.parallel.backends import FirstRank
 from tests.builders import request, run_all
@@ -109,6 +109,24 @@ def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> N
             run_all(made, check=False)
         assert time.monotonic() - began_s < MOST_S
     assert not any(map(is_there, pids)), "the others have ended with it"
+
+
+def test_an_idle_engine_sees_that_a_rank_has_died(model: Path) -> None:
+    with engine(model, **{"parallel.tensor": 2}) as made:
+        assert not made.has_work()
+        assert made.idle_s() == RANKS_LOOK_S
+        assert made.diagnostics().communication_s is not None
+        os.kill(processes(made)[0], signal.SIGKILL)
+        began_s = time.monotonic()
+        with pytest.raises(EngineFailedError, match="was ended by SIGKILL"):
+            wait_for_work(made, MOST_S)
+        assert time.monotonic() - began_s < MOST_S
+
+
+def wait_for_work(made: Engine, most_s: float) -> None:
+    end_s = time.monotonic() + most_s
+    while not made.has_work() and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 def test_what_does_not_divide_starts_no_process(model: Path) -> None:

@@ -73,8 +73,9 @@ class Ranks:
     def sum(self, part: torch.Tensor) -> None:
         """Add up the parts of all ranks, in place.
 
-        The bits are the same on all ranks, and in any batch. A contiguous tensor. Of two parts any order of addition gives the same bits, and shared memory adds in
-        order of rank. Other backends choose an order by the size of the tensor: there, parts are gathered.
+        `part` is contiguous. The bits are the same on all ranks, and in any batch: of two parts any order of
+        addition gives the same, and shared memory adds in order of rank. Other backends choose an order by
+        the size of the tensor, so there the parts are gathered first.
         """
         began_s = time.perf_counter()
         if self._adds_in_order:
