@@ -29,6 +29,7 @@ from sagellm.benchmarks.micro.run import FORMAT, MicroBenchReport, run, tables
 from sagellm.benchmarks.reporting import cpu_model, environment
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
 from sagellm.core.registry import registry
+from tests.effort import usual
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 
@@ -115,14 +116,15 @@ def test_bytes_are_moved_beside_their_references() -> None:
     assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
 
 
-def test_ranks_have_every_row_beside_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("section", usual({"p"}, ["p", "d"]))
+def test_ranks_have_every_row_beside_threads(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "SHAPE", "tiny")
     plan = dataclasses.replace(tiny("gloo"), lengths=(32,), layers=1)
-    rows = measured(parallel.BENCHMARK, "pd", plan).rows
+    rows = measured(parallel.BENCHMARK, section, plan).rows
+    case, sizes = (parallel.PREFILL, (32,)) if section == "p" else (parallel.DECODE, (1, 8))
     names = (parallel.WHOLE, parallel.RANKS, parallel.RATIO, parallel.SHARE)
-    sizes = {parallel.PREFILL: (32,), parallel.DECODE: (1, 8)}
     assert [(row.case, row.size) for row in rows] == [
-        (f"{case}: {name}", size) for case, of in sizes.items() for size in of for name in names
+        (f"{case}: {name}", size) for size in sizes for name in names
     ]
     assert all(row.value > 0 for row in rows)
     with pytest.raises(UnknownNameError, match="Did you mean 'gloo'"):

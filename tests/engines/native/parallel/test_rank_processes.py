@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sagellm.engines.engine import RANKS_LOOK_S, Engine
 from sagellm.engines.native.parallel import start
 from sagellm.engines.native.parallel.backends import FirstRank
 from tests.builders import request, run_all
+from tests.effort import usual
 from tests.tiny_models import VOCAB, save_tiny
 
 MOST_S = 20.0
@@ -94,8 +96,13 @@ def test_as_one_process(model: Path) -> None:
     assert not any(map(is_there, pids))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shared_memory"])
-@pytest.mark.parametrize("key", ["parallel.tensor", "parallel.pipeline"])
+@pytest.mark.parametrize(
+    ("key", "backend"),
+    usual(
+        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "gloo")},
+        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "gloo")),
+    ),
+)
 def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> None:
     with engine(model, **{key: 3 if "pipeline" in key else 2, "parallel.backend": backend}) as made:
         for i in range(4):
