@@ -120,6 +120,15 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", usual({"llama"}, ["llama", "gemma2", "mixtral", "qwen3"]))
+def test_stages_in_float32_by_kernels(name: str, models: Path) -> None:
+    folder, kernels = saved(models, name), dict[str, Any](dtype="float32", kernels=cpu_kernels)
+    with first_rank(folder, Split(0, pipeline=2), split_kv=False, **kernels) as backend:
+        parts = generate(backend)
+    compare(parts, generate(RecordingBackend(folder, **OPTIONS, **kernels)), 1e-4)
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", usual({"qwen3"}, ["llama-head80-tied", "llama-biases", "qwen3", "smollm3"]))
 def test_float32_recorded_alone_and_in_a_batch(name: str, models: Path) -> None:
     """Recorded steps, other runs and other batches have the same bits; the whole model nearly the same."""

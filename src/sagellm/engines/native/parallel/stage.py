@@ -16,7 +16,7 @@ from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.loading import ModelWeights
-from sagellm.engines.native.model import DecoderModel, StepInputs
+from sagellm.engines.native.model import DecoderModel, StepInputs, Stream
 from sagellm.engines.native.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -39,13 +39,19 @@ class StageModel(DecoderModel):
             normed = self._normed(self._through_layers(self._received(step), step, kv))
             self._stages.send(normed.contiguous(), 0)
             return normed
-        stream = self._through_layers(self._received(step), replace(step, sampled=None), kv)
-        x = self._add_norm(stream, None).contiguous()
+        x = self._summed(self._through_layers(self._received(step), replace(step, sampled=None), kv))
         self._stages.send(x, rank + 1)
         if rank > 0:
             return x
         num_rows = len(x) if step.sampled is None else len(step.sampled)
         return self._stages.receive(x.new_empty(num_rows, self.spec.embed_dim), last)
+
+    def _summed(self, stream: Stream) -> torch.Tensor:
+        """The stream with all that was to be added; the kernel adds nothing that it does not norm."""
+        x, delta, out_norm = stream
+        if delta is not None and out_norm is None:
+            return x.add_(delta).contiguous()
+        return self._add_norm(stream, None).contiguous()
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """Only the first rank has a head; elsewhere the result is empty."""
