@@ -120,6 +120,16 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", usual({"gemma4-moe"}, DIVIDED))
+def test_two_ranks_in_float32_by_kernels(name: str, models: Path) -> None:
+    folder, kernels = saved(models, name), dict[str, Any](dtype="float32", kernels=cpu_kernels)
+    whole = generate(RecordingBackend(folder, **OPTIONS, **kernels))
+    for whole_experts in (False, True) if name in EXPERTS else (False,):
+        with first_rank(folder, Split(0, 2, 1, whole_experts), **kernels) as backend:
+            compare(generate(backend), whole, 2e-4)
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", usual({"llama"}, ["llama", "gemma2", "mixtral", "qwen3"]))
 def test_stages_in_float32_by_kernels(name: str, models: Path) -> None:
     folder, kernels = saved(models, name), dict[str, Any](dtype="float32", kernels=cpu_kernels)
