@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from sagellm.core.errors import CommError
 from sagellm.core.protocols.collectives import CommBackendProtocol
@@ -84,11 +84,17 @@ def passed(answers: list[Any]) -> list[Any]:
 
 
 def group(name: str, rank: int, world_size: int, folder: str, **options: Any) -> CommBackendProtocol:
-    """A group whose ranks meet in a file of the folder, one per name and options."""
-    key = f"{name}{sorted(options.items())}"
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    """A group whose ranks meet in a file of the folder, one per name and names of options.
+
+    Torch deletes the file of a `FileStore` when all ranks have dropped theirs, so groups do not share one.
+    """
+    path = Path(folder) / "-".join([name, *sorted(options)])
     made: CommBackendProtocol = registry("collectives").create(
-        name, rank=rank, world_size=world_size, store=dist.PrefixStore(key, store), timeout_s=60.0, **options
+        name,
+        rank=rank,
+        world_size=world_size,
+        store=c10d.FileStore(str(path), world_size),
+        **{"timeout_s": 60.0, **options},
     )
     return made
 

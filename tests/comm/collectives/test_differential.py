@@ -14,7 +14,7 @@ from sagellm.core.protocols.collectives import CommBackendProtocol, ReduceOp
 from tests.comm.collectives.ranks import group, passed, run_ranks
 
 MOVED = (*REDUCIBLE, torch.bool, torch.complex64)
-SIZES = (0, 1, 7, 1023, 4096 + 5)
+SIZES = (0, 1, 1023, 4096 + 5)
 LARGE = 200_001
 """Elements that take several steps with the smallest slots."""
 SMALL_SLOTS = {"slot_bytes": 8192, "cell_bytes": 4096, "one_shot_bytes": 4096}
@@ -125,11 +125,11 @@ SCENES: dict[str, tuple[Scene, bool]] = {
 
 
 def cases(name: str) -> Iterator[tuple[torch.dtype, int, int, ReduceOp]]:
-    """Dtype, size, layout and reduction. The layouts take turns."""
+    """Dtype, size, layout and reduction. The layouts take turns, and so do maximum and minimum."""
     reduces = SCENES[name][1]
     for place, dtype in enumerate(REDUCIBLE if reduces else MOVED):
         for number, size in enumerate((*SIZES, LARGE if dtype is torch.float32 else 33)):
-            for op in ReduceOp if reduces else [ReduceOp.SUM]:
+            for op in (ReduceOp.SUM, (ReduceOp.MAX, ReduceOp.MIN)[(place + number) % 2])[: 1 + reduces]:
                 yield dtype, size, (place + number) % 3, op
 
 
@@ -154,7 +154,7 @@ def compare(rank: int, world_size: int, folder: str) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_shared_memory_gives_what_gloo_gives(world_size: int) -> None:
-    assert min(passed(run_ranks(world_size, compare))) > 300
+    assert min(passed(run_ranks(world_size, compare))) > 200
 
 
 def compare_twin(rank: int, world_size: int, folder: str) -> int:
@@ -189,6 +189,5 @@ def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
     return row.repeat(len(row)) if rank % 2 else row.repeat_interleave(len(row))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_kernel_and_its_twin_give_equal_bits(world_size: int) -> None:
-    assert min(passed(run_ranks(world_size, compare_twin))) > 300
+def test_the_kernel_and_its_twin_give_equal_bits() -> None:
+    assert min(passed(run_ranks(3, compare_twin))) > 200

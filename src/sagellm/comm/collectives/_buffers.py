@@ -90,6 +90,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The reduction, in order of rank; of float16 and bfloat16 in float32, rounded once."""
+    is_short = parts[0].dtype in (torch.float16, torch.bfloat16)
+    total, *others = [part.float() for part in parts] if is_short else parts
+    for part in others:
+        if op is ReduceOp.SUM:
+            total = total + part
+        else:
+            first = total > part if op is ReduceOp.MAX else total < part
+            total = torch.where(first | (total != total), total, part)
+    return total.to(parts[0].dtype)
+
+
 class Broken:
     """Whether a group is broken or closed, and why."""
 

@@ -61,7 +61,7 @@ class MessageWork:
 
     def poll(self) -> WorkStatus:
         if self.status is WorkStatus.PENDING:
-            self._boxes.progress()
+            self._boxes.poll(self)
         return self.status
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -106,16 +106,17 @@ class Mailboxes:
         self._memory = torch.from_numpy(region.memory)
         self._peers = [_Peer() for _ in range(region.layout.world_size)]
         self.num_pending = 0
+        self._moved_s = self._asked_s = clock.now()
 
     def send(self, work: MessageWork) -> MessageWork:
         self._peers[work.peer].sends.append(work)
-        self.num_pending += 1
+        self._begin_work()
         self.progress()
         return work
 
     def receive(self, work: MessageWork) -> MessageWork:
         peer = self._peers[work.peer]
-        self.num_pending += 1
+        self._begin_work()
         for message in peer.unexpected:
             if message.tag == work.tag:
                 peer.unexpected.remove(message)
@@ -137,21 +138,28 @@ class Mailboxes:
             moved |= self._empty_cells(rank, peer)
         return moved
 
+    def poll(self, work: MessageWork) -> bool:
+        """Move what can be moved; now and then, see whether the work's peer is there."""
+        now_s = self._clock.now()
+        if self.progress():
+            self._moved_s = now_s
+            return True
+        if now_s - self._asked_s > _ASK_S:
+            self._asked_s = now_s
+            self._check_peer(work, now_s - self._moved_s)
+        return False
+
     def wait(self, work: MessageWork, timeout_s: float | None = None) -> None:
         """Move messages until the work has ended, or the timeout has passed."""
-        began_s = moved_s = asked_s = self._clock.now()
+        began_s = self._clock.now()
         turns, sleep_s = 0, _SHORTEST_SLEEP_S
         while work.status is WorkStatus.PENDING:
-            now_s = self._clock.now()
-            if self.progress():
-                turns, sleep_s, moved_s = 0, _SHORTEST_SLEEP_S, now_s
+            if self.poll(work):
+                turns, sleep_s = 0, _SHORTEST_SLEEP_S
                 continue
-            turns += 1
-            if timeout_s is not None and now_s - began_s >= timeout_s:
+            if timeout_s is not None and self._clock.now() - began_s >= timeout_s:
                 return
-            if now_s - asked_s > _ASK_S:
-                asked_s = now_s
-                self._check_peer(work, now_s - moved_s)
+            turns += 1
             if turns > _YIELDS:
                 sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
             time.sleep(sleep_s if turns > _YIELDS else 0)
@@ -173,6 +181,11 @@ class Mailboxes:
             peer.receives.clear()
             peer.arriving = None
         self.num_pending = 0
+
+    def _begin_work(self) -> None:
+        if not self.num_pending:
+            self._moved_s = self._clock.now()
+        self.num_pending += 1
 
     def _check_peer(self, work: MessageWork, waited_s: float) -> None:
         reason = self._region.why_broken() or self._region.why_unable(work.peer)

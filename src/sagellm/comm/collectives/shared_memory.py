@@ -56,7 +56,8 @@ class SharedMemoryBackend:
     submits, polls or waits, and end before the next collective begins. The sizes are those of rank 0:
     `slot_bytes` are shown to the others at a time, `cell_bytes` are a part of a message, and up to
     `one_shot_bytes` are reduced in one shot. A peer that is alive and does not answer for `timeout_s` counts
-    as dead. Without `native` the slow twin of the kernel is used.
+    as dead; with `math.inf` a rank may wait for work for days. Without `native` the group uses the kernel's
+    slow twin.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class SharedMemoryBackend:
         self._awaited, self._awaited_since_s = (rank, 0), 0.0
         library = _library() if native else None
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
-        self._region = SharedRegion(rank, store, layout, timeout_s, self._clock)
+        self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
         self.one_shot_bytes = self._region.layout.one_shot_bytes
         self.is_native = self._region.join(has_kernel=library is not None)
         self._kernel: Kernel

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.comm.collectives._buffers import as_bytes
+from sagellm.comm.collectives._buffers import as_bytes, reduced
 from sagellm.comm.collectives.shared_kernels import (
     DTYPES,
     OPS,
@@ -192,16 +192,3 @@ class TwinKernel:
 
 class _DisagreementError(Exception):
     """The ranks' sizes do not fit each other."""
-
-
-def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """The reduction, in order of rank; of float16 and bfloat16 in float32, rounded once."""
-    is_short = parts[0].dtype in (torch.float16, torch.bfloat16)
-    total, *others = [part.float() for part in parts] if is_short else parts
-    for part in others:
-        if op is ReduceOp.SUM:
-            total = total + part
-        else:
-            first = total > part if op is ReduceOp.MAX else total < part
-            total = torch.where(first | (total != total), total, part)
-    return total.to(parts[0].dtype)

@@ -35,6 +35,7 @@ _OPS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
 _SHOWN_CHARS = 200
+_LONGEST_TIMEOUT_S = 365 * 86400.0
 ProcessGroup = Any
 """A `torch.distributed` backend: `ProcessGroupGloo`, `ProcessGroupNCCL`, or what a plug-in made."""
 
@@ -47,7 +48,7 @@ def process_group(
     Backends of other packages are known by `torch.distributed.Backend.register_backend`, which a chip's torch
     module calls when it is imported. Raises `UnknownNameError` for any other name.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S))
     if backend == "gloo" and dist.is_gloo_available():
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     if backend == "nccl" and dist.is_nccl_available():

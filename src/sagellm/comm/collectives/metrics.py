@@ -1,0 +1,108 @@
+"""Bandwidth of collectives as nccl-tests defines it, and the share of a step spent in them.
+
+The algorithm bandwidth is size / time. The bus bandwidth multiplies it by the share of the size that crosses
+the slowest link in the best algorithm, so that it can be compared with the link's own, whatever the operation
+and the number of ranks (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import BookkeepingError
+
+
+class CollectiveKind(str, Enum):
+    """Kinds of operations."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+
+def bus_factor(kind: CollectiveKind, world_size: int) -> float:
+    """Bus bandwidth / algorithm bandwidth.
+
+    The size of all_gather, reduce_scatter and all_to_all is that of the whole buffer, not of a rank's part.
+    """
+    others = (world_size - 1) / world_size
+    if kind is CollectiveKind.ALL_REDUCE:
+        return 2 * others
+    if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL):
+        return others
+    return 1.0
+
+
+@dataclass(slots=True)
+class CollectiveCount:
+    """Sums over the calls of one kind."""
+
+    num_calls: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def algorithm_bytes_per_s(self) -> float:
+        """0 before the first call."""
+        return self.num_bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class CommMeter:
+    """Counts of one rank. The seconds are those in which the calling thread submits or waits.
+
+    On a GPU that is the time of the launch and not of the transfer.
+    """
+
+    clock: Clock
+    world_size: int
+    counts: dict[CollectiveKind, CollectiveCount] = field(default_factory=dict)
+    step_s: float = 0.0
+    step_comm_s: float = 0.0
+
+    def add(self, kind: CollectiveKind, num_bytes: int, seconds: float, *, num_calls: int = 1) -> None:
+        count = self.counts.setdefault(kind, CollectiveCount())
+        count.num_calls += num_calls
+        count.num_bytes += num_bytes
+        count.seconds += seconds
+
+    def bus_bytes_per_s(self, kind: CollectiveKind) -> float:
+        """Mean bus bandwidth of all calls of a kind; 0 before the first."""
+        count = self.counts.get(kind, CollectiveCount())
+        return count.algorithm_bytes_per_s() * bus_factor(kind, self.world_size)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in all operations."""
+        return sum(count.seconds for count in self.counts.values())
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count what happens inside as part of a step."""
+        began_s, before_s = self.clock.now(), self.seconds
+        try:
+            yield
+        finally:
+            self.step_s += self.clock.now() - began_s
+            self.step_comm_s += self.seconds - before_s
+
+    @property
+    def step_share(self) -> float:
+        """Share of the steps' time spent communicating, 0 to 1; 0 before the first step."""
+        return self.step_comm_s / self.step_s if self.step_s else 0.0
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where counts contradict each other."""
+        for kind, count in self.counts.items():
+            if count.num_calls < 0 or count.num_bytes < 0 or count.seconds < 0:
+                raise BookkeepingError(f"{kind.value}: {count} cannot be")
+        if not 0 <= self.step_comm_s <= self.step_s:
+            raise BookkeepingError(f"{self.step_comm_s} s of communication in {self.step_s} s of steps")
