@@ -58,7 +58,7 @@ def test_an_unknown_option_offers_the_nearest(cli: Any, typed: str, offered: str
     [
         (("nosuch",), "Known: run, chat, serve"),
         (("bench", "nosuch"), "Known: engine, fairness, http"),
-        (("bench", "micro", "nosuch"), "Known: prefix_cache, kv_pool, scheduler_ir, eviction, fusion."),
+        (("bench", "micro", "nosuch"), "Known: prefix_cache, kv_pool, scheduler_ir, eviction, fusion"),
         (("bench", "micro", "fuson"), "Did you mean 'fusion'?"),
     ],
 )
