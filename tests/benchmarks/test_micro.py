@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
-from sagellm.benchmarks.micro import kv_bytes, kv_pool, kv_tiers, memory, parallel, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro import (
+    collectives,
+    kv_bytes,
+    kv_pool,
+    kv_tiers,
+    memory,
+    parallel,
+    prefix_cache,
+    scheduler_ir,
+)
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
@@ -62,6 +71,7 @@ def tiny(*variants: str) -> MicroBenchPlan:
         memory_blocks=256,
         paths=(64,),
         moved_mb=32,
+        buffers_kb=(1, 20),
         rounds=1,
         repeats=2,
     )
@@ -129,6 +139,16 @@ def test_ranks_have_every_row_beside_threads(section: str, monkeypatch: pytest.M
     assert all(row.value > 0 for row in rows)
     with pytest.raises(UnknownNameError, match="Did you mean 'gloo'"):
         parallel.BENCHMARK.check("glo")
+
+
+def test_collectives_have_every_row() -> None:
+    rows = measured(collectives.BENCHMARK, "r", tiny("2")).rows
+    cases = {row.case for row in rows}
+    assert {f"all_reduce: {collectives.BESIDE_GLOO}", f"all_reduce: {collectives.BESIDE_COPY}"} < cases
+    assert cells(rows) == {("2", case, size) for case in cases for size in (1, 20)}
+    assert all(row.value > 0 and row.timing is None for row in rows)
+    with pytest.raises(UnknownNameError, match="cannot measure 'two' ranks"):
+        measured(collectives.BENCHMARK, "r", tiny("two"))
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:

@@ -75,7 +75,7 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name in ("fusion", "parallel") and find_spec("torch") is None:
+        if name in ("fusion", "collectives", "parallel") and find_spec("torch") is None:
             raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
@@ -145,6 +145,15 @@ _add_micro(
     """Measure the CPU kernels and torch, on one thread, for a 184 M model.
 
     Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
+    """,
+)
+_add_micro(
+    "collectives",
+    "ranks",
+    "Numbers of ranks, 2 to 4, as a,b; default: 2.",
+    """Measure collectives in shared memory beside gloo, from 1 KB to 64 MB, on ranks of this host.
+
+    Sections: r, all_reduce, beside two copies of the buffer; o, the other operations. Times are wall time.
     """,
 )
 _add_micro(

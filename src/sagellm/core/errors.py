@@ -135,7 +135,7 @@ class EngineFailedError(SageError):
 
 
 class CommError(SageError):
-    """A group of ranks is broken: a rank died, left or did not answer in time. Only a new group can go on."""
+    """A group of ranks is broken. A rank died, left or did not answer; only a new group can go on."""
 
 
 class KernelError(SageError):

@@ -1,4 +1,6 @@
-"""Shared libraries from our C++ sources, each compiled once for source, compiler and instruction set.
+"""Shared libraries from our C++ sources.
+
+Each is compiled once for source, compiler and instruction set.
 
 They lie in the user's cache folder. A name holds a hash of what the library was made from and one of its
 content. A library appears by a rename, so processes that start at once may both compile. A library whose

@@ -115,7 +115,6 @@ class Engine:
         if max_batched_tokens < 1:
             raise ValueError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
         self.backend = backend
-        self._check_ranks: Callable[[], None] | None = getattr(backend, "check_ranks", None)
         self.kv = kv
         self.scheduler = scheduler
         self.clock = clock or MonotonicClock()
@@ -211,16 +210,17 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        if self._check_ranks is not None:
-            self._check_ranks()
+        check_ranks: Callable[[], None] | None = getattr(self.backend, "check_ranks", None)
+        if check_ranks is not None:
+            check_ranks()
         moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
         has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
         return has_requests or moves or not self.kv.hints.wake_s
 
     def idle_s(self) -> float | None:
-        """Until KV has to be loaded that a client expects, or ranks are looked at."""
+        """Until KV that a client expects has to be loaded, or ranks looked at."""
         wake_s = self.kv.hints.wake_s
-        if self._check_ranks is not None:
+        if hasattr(self.backend, "check_ranks"):
             return min(wake_s, RANKS_LOOK_S)
         return None if wake_s == math.inf else wake_s
 

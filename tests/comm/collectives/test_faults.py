@@ -97,18 +97,18 @@ def hung(rank: int, world_size: int, folder: str, name: str) -> str:
     backend = made(name, rank, world_size, folder, timeout_s=0.5)
     backend.barrier().wait()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(2)
         return ""
     began_s = time.monotonic()
-    with pytest.raises(CommError, match=r"has not answered for 0\.5 s"):
+    with pytest.raises(CommError, match=r"has not answered for 0\.5 s|has found the group broken"):
         backend.all_reduce(torch.ones(3)).wait()
-    assert time.monotonic() - began_s < 2.5
+    assert time.monotonic() - began_s < 2
     return ""
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "twin"])
 def test_a_rank_that_hangs_fails_those_that_wait_for_it(name: str) -> None:
-    passed(run_ranks(2, hung, name))
+    passed(run_ranks(3, hung, name))
 
 
 def interrupted(rank: int, world_size: int, folder: str) -> str:

@@ -150,7 +150,8 @@ class MicroBenchPlan:
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
-    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds.
+    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `buffers_kb` are what ranks
+    reduce and exchange.
     """
 
     variants: tuple[str, ...]
@@ -168,6 +169,7 @@ class MicroBenchPlan:
     layers: int = 12
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
+    buffers_kb: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
     rounds: int = 3
     repeats: int = 100
     seed: int = 0
@@ -203,6 +205,7 @@ class MicroBenchPlan:
             layers=1,
             paths=(1024,),
             moved_mb=64,
+            buffers_kb=(1, 64, 1024),
             rounds=1,
             repeats=min(self.repeats, 20),
         )
@@ -224,9 +227,13 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """The median CPU time in µs with its `timing`, bytes per block, or GB/s. `size` is in tokens in sections
-    a to c and t, in blocks in d and f, in MB in m. `turn` counts the runs of the section, from 0, when it
-    alternates with peers."""
+    """A value of a case, in its unit.
+
+    In µs: the median CPU time with its `timing`, wall time without. Others: bytes per block, GB/s, a ratio.
+
+    `size` is in tokens in sections a to c and t, in blocks in d and f, in MB in m, in KB in r and o. `turn`
+    counts the runs of the section, from 0, when it alternates with peers.
+    """
 
     section: str
     case: str

@@ -1,4 +1,4 @@
-"""Checks of buffers and arguments that all backends share, and works that are done already."""
+"""What all backends share: checks of arguments, views of buffers, the reduction in torch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ def check_rank(name: str, rank: int, world_size: int) -> None:
         raise ValueError(f"{name} must be a rank from 0 to {world_size - 1}, got {rank}")
 
 
+_IS_REDUCIBLE = frozenset(REDUCIBLE)
+
+
 def check_reducible(buffer: torch.Tensor, op: ReduceOp) -> ReduceOp:
     """The operation. Raises `ValueError` for a dtype that cannot be reduced."""
-    if buffer.dtype not in REDUCIBLE:
+    if buffer.dtype not in _IS_REDUCIBLE:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
         raise ValueError(f"{buffer.dtype} cannot be reduced; {names} can")
-    return ReduceOp(op)
+    return op if type(op) is ReduceOp else ReduceOp(op)
 
 
 def check_whole(whole: torch.Tensor, part: torch.Tensor, world_size: int, what: str) -> None:
@@ -86,7 +89,7 @@ def contiguous(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: what is moved and not summed may have any dtype."""
+    """A contiguous tensor as bytes, which may have any dtype."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

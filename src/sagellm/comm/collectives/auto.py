@@ -1,4 +1,6 @@
-"""A group that picks backend and algorithm by size, fuses small tensors, rounds on the wire, and measures.
+"""A group that picks backend and algorithm by size.
+
+It also fuses small tensors, rounds on the wire where asked, and counts what it does.
 
 Ranks on one host use shared memory for CPU tensors where the table says so; everything else goes through
 `torch.distributed`.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from sagellm.comm.collectives._buffers import FinishedWork, check_group
-from sagellm.comm.collectives.metrics import CollectiveKind, CommMeter
+from sagellm.comm.collectives.metrics import CollectiveCount, CollectiveKind, CommMeter
 from sagellm.comm.collectives.selection import ONE_SHOT, TORCH, TWO_SHOT, SelectionTable
 from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
 from sagellm.comm.collectives.torch_distributed import TIMEOUT_S, TorchDistributedBackend
@@ -32,7 +35,7 @@ from sagellm.core.protocols.collectives import (
 )
 
 BUCKET_BYTES = 25 << 20
-_SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}
+_SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}  # 0: torch
 
 
 class AutoBackend:
@@ -57,9 +60,13 @@ class AutoBackend:
         check_group(rank, world_size)
         self.rank, self.world_size = rank, world_size
         self._clock = clock or MonotonicClock()
+        self._now = self._clock.now
         self.meter = CommMeter(self._clock, world_size)
+        self._all_reduces = self.meter.counts[CollectiveKind.ALL_REDUCE] = CollectiveCount()
         settings = _settings_of_rank_0(rank, store, table, bucket_bytes)
         self.table, self._bucket_bytes = SelectionTable.of_json(settings["table"]), settings["bucket_bytes"]
+        self._shot_sizes, ways = self.table.rows[CollectiveKind.ALL_REDUCE]
+        self._shots = [_SHOTS.get(way, 0) for way in ways]
         self.torch = TorchDistributedBackend(
             rank, world_size, c10d.PrefixStore("torch", store), backend=backend, timeout_s=timeout_s
         )
@@ -76,14 +83,19 @@ class AutoBackend:
         *,
         wire: WireFormat = WireFormat.EXACT,
     ) -> Work:
-        kind = CollectiveKind.ALL_REDUCE
-        if WireFormat(wire) is not WireFormat.EXACT:
-            return self._timed(kind, buffer.nbytes, lambda: self._rounded(buffer, ReduceOp(op), wire))
-        way = self._way(kind, buffer, buffer.nbytes)
-        if self.shared is None or way == TORCH:
-            return self._timed(kind, buffer.nbytes, lambda: self.torch.all_reduce(buffer, op))
-        shared, shots = self.shared, _SHOTS[way]
-        return self._timed(kind, buffer.nbytes, lambda: shared.all_reduce(buffer, op, num_shots=shots))
+        kind, num_bytes, shared = CollectiveKind.ALL_REDUCE, buffer.nbytes, self.shared
+        if wire != WireFormat.EXACT:
+            return self._timed(kind, num_bytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
+        shots = self._shots[bisect_left(self._shot_sizes, num_bytes)]
+        if shared is None or not shots or not buffer.is_cpu:
+            return self._timed(kind, num_bytes, self.torch.all_reduce, buffer, op)
+        began_s = self._now()  # from here on few calls: a small buffer takes 5 us
+        work = shared.all_reduce(buffer, op, num_shots=shots)
+        count = self._all_reduces
+        count.num_calls += 1
+        count.num_bytes += num_bytes
+        count.seconds += self._now() - began_s
+        return work
 
     def all_reduce_many(self, buffers: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
         works = [self._reduce_bucket(bucket, op) for bucket in _buckets(buffers, self._bucket_bytes)]
@@ -91,16 +103,16 @@ class AutoBackend:
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Work:
         backend = self._backend(CollectiveKind.ALL_GATHER, output, output.nbytes)
-        return self._timed(CollectiveKind.ALL_GATHER, output.nbytes, lambda: backend.all_gather(output, part))
+        return self._timed(CollectiveKind.ALL_GATHER, output.nbytes, backend.all_gather, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
         kind = CollectiveKind.REDUCE_SCATTER
         backend = self._backend(kind, buffer, buffer.nbytes)
-        return self._timed(kind, buffer.nbytes, lambda: backend.reduce_scatter(output, buffer, op))
+        return self._timed(kind, buffer.nbytes, backend.reduce_scatter, output, buffer, op)
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> Work:
         backend = self._backend(CollectiveKind.BROADCAST, buffer, buffer.nbytes)
-        return self._timed(CollectiveKind.BROADCAST, buffer.nbytes, lambda: backend.broadcast(buffer, source))
+        return self._timed(CollectiveKind.BROADCAST, buffer.nbytes, backend.broadcast, buffer, source)
 
     def all_to_all(
         self,
@@ -113,17 +125,15 @@ class AutoBackend:
         kind = CollectiveKind.ALL_TO_ALL
         is_equal = output_sizes is None and input_sizes is None
         backend = self._backend(kind, buffer, buffer.nbytes if is_equal else 0)
-        return self._timed(
-            kind, buffer.nbytes, lambda: backend.all_to_all(output, buffer, output_sizes, input_sizes)
-        )
+        return self._timed(kind, buffer.nbytes, backend.all_to_all, output, buffer, output_sizes, input_sizes)
 
     def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> Work:
         backend = self._any_backend(buffer)
-        return self._timed(CollectiveKind.SEND, buffer.nbytes, lambda: backend.send(buffer, target, tag=tag))
+        return self._timed(CollectiveKind.SEND, buffer.nbytes, backend.send, buffer, target, tag=tag)
 
     def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> Work:
         backend = self._any_backend(buffer)
-        return self._timed(CollectiveKind.RECV, buffer.nbytes, lambda: backend.recv(buffer, source, tag=tag))
+        return self._timed(CollectiveKind.RECV, buffer.nbytes, backend.recv, buffer, source, tag=tag)
 
     def barrier(self) -> Work:
         backend = self.shared or self.torch
@@ -135,7 +145,7 @@ class AutoBackend:
         self.torch.close()
 
     def _way(self, kind: CollectiveKind, buffer: torch.Tensor, num_bytes: int) -> str:
-        if self.shared is None or buffer.device.type != "cpu":
+        if self.shared is None or not buffer.is_cpu:
             return TORCH
         return self.table.way(kind, num_bytes)
 
@@ -144,7 +154,7 @@ class AutoBackend:
         return self.torch if is_torch or self.shared is None else self.shared
 
     def _any_backend(self, buffer: torch.Tensor) -> CommBackendProtocol:
-        return self.torch if self.shared is None or buffer.device.type != "cpu" else self.shared
+        return self.shared if self.shared is not None and buffer.is_cpu else self.torch
 
     def _rounded(self, buffer: torch.Tensor, op: ReduceOp, wire: WireFormat) -> Work:
         all_reduce_rounded(self._any_backend(buffer), buffer, op, wire)
@@ -163,9 +173,11 @@ class AutoBackend:
 
         return _Followed(work, copy_back)
 
-    def _timed(self, kind: CollectiveKind, num_bytes: int, call: Callable[[], Work]) -> Work:
+    def _timed(
+        self, kind: CollectiveKind, num_bytes: int, call: Callable[..., Work], *given: Any, **named: Any
+    ) -> Work:
         began_s = self._clock.now()
-        work = call()
+        work = call(*given, **named)
         self.meter.add(kind, num_bytes, self._clock.now() - began_s)
         return work if isinstance(work, FinishedWork) else _Timed(work, self.meter, kind)
 
@@ -246,7 +258,7 @@ def _settings_of_rank_0(rank: int, store: Any, table: str | None, bucket_bytes: 
 
 
 def _are_on_one_host(rank: int, world_size: int, store: Any) -> bool:
-    """Whether all ranks can open each other's memory: one kernel, one namespace of processes, one user."""
+    """Whether all ranks can open each other's memory."""
     place = _place()
     store.set(f"sagellm/place/{rank}", place)
     return all(store.get(f"sagellm/place/{other}").decode() == place for other in range(world_size))

@@ -1,4 +1,4 @@
-"""Bandwidth of collectives as nccl-tests defines it, and the share of a step spent in them.
+"""Bandwidths as nccl-tests defines them, and the share of a step spent communicating.
 
 The algorithm bandwidth is size / time. The bus bandwidth multiplies it by the share of the size that crosses
 the slowest link in the best algorithm, so that it can be compared with the link's own, whatever the operation
@@ -27,6 +27,8 @@ class CollectiveKind(str, Enum):
     SEND = "send"
     RECV = "recv"
     BARRIER = "barrier"
+
+    __hash__ = str.__hash__  # that of Enum is Python code
 
 
 def bus_factor(kind: CollectiveKind, world_size: int) -> float:
@@ -69,7 +71,9 @@ class CommMeter:
     step_comm_s: float = 0.0
 
     def add(self, kind: CollectiveKind, num_bytes: int, seconds: float, *, num_calls: int = 1) -> None:
-        count = self.counts.setdefault(kind, CollectiveCount())
+        count = self.counts.get(kind)
+        if count is None:
+            count = self.counts[kind] = CollectiveCount()
         count.num_calls += num_calls
         count.num_bytes += num_bytes
         count.seconds += seconds
@@ -96,7 +100,7 @@ class CommMeter:
 
     @property
     def step_share(self) -> float:
-        """Share of the steps' time spent communicating, 0 to 1; 0 before the first step."""
+        """Share of the steps' time spent communicating, 0 to 1. 0 before the first step."""
         return self.step_comm_s / self.step_s if self.step_s else 0.0
 
     def check(self) -> None:

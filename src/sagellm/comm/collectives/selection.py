@@ -35,7 +35,10 @@ DEFAULT_PATH = Path(__file__).with_name("selection.json")
 
 @dataclass(frozen=True, slots=True)
 class SelectionTable:
-    """For each operation, the sizes up to which the ways hold, ascending, and one way more than sizes."""
+    """For each operation: sizes up to which ways hold, and the ways.
+
+    The sizes ascend; there is one way more than sizes.
+    """
 
     rows: Mapping[CollectiveKind, tuple[tuple[int, ...], tuple[str, ...]]]
 

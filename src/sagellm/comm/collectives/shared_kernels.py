@@ -1,4 +1,4 @@
-"""The collectives of ranks on one host: the C++ kernel, and its slow twin in torch.
+"""The C++ kernel of collectives on one host, and what its twin shares.
 
 Both take contiguous CPU tensors whose sizes were checked, and give equal bits. A group uses the same kernel
 on all ranks: the two take different steps.
@@ -21,7 +21,7 @@ from sagellm.core.native_code import compiled, cpu_level, find_compiler, loaded
 from sagellm.core.protocols.collectives import ReduceOp
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
-SPINS = 100
+SPINS = 20
 YIELD_NS = 100_000
 SLEEP_NS = 20_000_000
 OPS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN)
@@ -44,7 +44,7 @@ class Outcome(IntEnum):
     ABORTED = 3
 
 
-class Operation(IntEnum):
+class SharedOperation(IntEnum):
     ALL_REDUCE = 0
     REDUCE_SCATTER = 1
     ALL_GATHER = 2
@@ -66,7 +66,7 @@ class Kernel(Protocol):
     """The collectives of one rank. Each returns an `Outcome`."""
 
     def all_reduce(self, data: torch.Tensor, op: ReduceOp, num_shots: int) -> int:
-        """One shot: every rank reads all of the others' data. Two: each reduces a piece, and all gather."""
+        """Reduce in place, in one shot or in two."""
 
     def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> int: ...
 
@@ -85,7 +85,7 @@ class Kernel(Protocol):
         """After `DISAGREE`: what each rank submitted."""
 
     def load(self, word_at: int) -> int:
-        """A 32-bit word of the region, read so that what was written before it can be read."""
+        """A 32-bit word of the region. What was written before it can be read then."""
 
     def store(self, word_at: int, value: int) -> None: ...
 

@@ -139,8 +139,14 @@ int32_t ended(Group *g, uint32_t steps, int32_t outcome) {
 void publish_in(const Group *g, uint32_t step) { publish(flags(g, g->rank).in, step + 1); }
 void publish_out(const Group *g, uint32_t step) { publish(flags(g, g->rank).out, step + 1); }
 
+// Before the first step. The others may read it once that is published.
 void write_note(const Group *g, int32_t operation, int32_t dtype, int32_t argument, int64_t count) {
-    note(g, g->rank, g->step) = {operation, dtype, argument, 0, count};
+    if (!g->done) note(g, g->rank, g->step) = {operation, dtype, argument, 0, count};
+}
+
+// Empty tensors have no address.
+void copy(uint8_t *to, const uint8_t *from, int64_t num_bytes) {
+    if (num_bytes > 0 && to != from) std::memcpy(to, from, num_bytes);
 }
 
 // After the first step of an operation: whether all ranks submitted the same. All see the same notes.
@@ -317,7 +323,7 @@ int32_t one_shot(Group *g, uint8_t *data, int64_t count, int64_t element, Reduce
     return in_steps(g, count, g->slot_bytes / element, [&](uint32_t step, int64_t start, int64_t size) {
         uint8_t *part = data + start * element;
         return exchange(
-            g, step, [&] { std::memcpy(slot(g, g->rank, step), part, size * element); },
+            g, step, [&] { copy(slot(g, g->rank, step), part, size * element); },
             [&] {
                 const uint8_t *sources[MOST_RANKS];
                 for (int32_t rank = 0; rank < g->world; rank++) sources[rank] = slot(g, rank, step);
@@ -340,7 +346,7 @@ int32_t two_shot(Group *g, uint8_t *data, int64_t count, int64_t element, Reduce
         const Pieces p = pieces(k);
         for (int32_t rank = 0; rank < g->world; rank++)
             if (rank != me)
-                std::memcpy(slot(g, me, first + k) + rank * area,
+                copy(slot(g, me, first + k) + rank * area,
                             data + (k * most + p.start(rank)) * element, p.size(rank) * element);
         publish_in(g, first + k);
     };
@@ -358,7 +364,7 @@ int32_t two_shot(Group *g, uint8_t *data, int64_t count, int64_t element, Reduce
         const Pieces p = pieces(k);
         for (int32_t turn = 1; turn < g->world; turn++) {
             const int32_t rank = (me + turn) % g->world;
-            std::memcpy(data + (k * most + p.start(rank)) * element,
+            copy(data + (k * most + p.start(rank)) * element,
                         slot(g, rank, first + k) + rank * area, p.size(rank) * element);
         }
     };
@@ -401,7 +407,7 @@ EXPORT int32_t sagellm_reduce_scatter(Group *g, uint8_t *output, const uint8_t *
         const auto copy_in = [&] {
             for (int32_t rank = 0; rank < g->world; rank++)
                 if (rank != g->rank)
-                    std::memcpy(slot(g, g->rank, step) + rank * most * element,
+                    copy(slot(g, g->rank, step) + rank * most * element,
                                 data + (rank * count + start) * element, size * element);
         };
         return exchange(g, step, copy_in, [&] {
@@ -418,12 +424,12 @@ EXPORT int32_t sagellm_all_gather(Group *g, uint8_t *output, const uint8_t *part
     write_note(g, ALL_GATHER, dtype, 0, num_bytes);
     return in_steps(g, num_bytes, g->slot_bytes, [&](uint32_t step, int64_t start, int64_t size) {
         return exchange(
-            g, step, [&] { std::memcpy(slot(g, g->rank, step), part + start, size); },
+            g, step, [&] { copy(slot(g, g->rank, step), part + start, size); },
             [&] {
-                std::memmove(output + g->rank * num_bytes + start, part + start, size);
+                copy(output + g->rank * num_bytes + start, part + start, size);
                 for (int32_t turn = 1; turn < g->world; turn++) {
                     const int32_t rank = (g->rank + turn) % g->world;
-                    std::memcpy(output + rank * num_bytes + start, slot(g, rank, step), size);
+                    copy(output + rank * num_bytes + start, slot(g, rank, step), size);
                 }
             });
     });
@@ -433,10 +439,10 @@ EXPORT int32_t sagellm_broadcast(Group *g, uint8_t *data, int64_t num_bytes, int
     write_note(g, BROADCAST, dtype, source, num_bytes);
     return in_steps(g, num_bytes, g->slot_bytes, [&](uint32_t step, int64_t start, int64_t size) {
         const auto copy_in = [&] {
-            if (g->rank == source) std::memcpy(slot(g, source, step), data + start, size);
+            if (g->rank == source) copy(slot(g, source, step), data + start, size);
         };
         return exchange(g, step, copy_in, [&] {
-            if (g->rank != source) std::memcpy(data + start, slot(g, source, step), size);
+            if (g->rank != source) copy(data + start, slot(g, source, step), size);
         });
     });
 }
@@ -458,8 +464,7 @@ EXPORT int32_t sagellm_all_to_all(Group *g, uint8_t *output, const uint8_t *data
                                   const int64_t *sent, int32_t dtype) {
     write_note(g, ALL_TO_ALL, dtype, 0, 0);
     int64_t *noted = sizes(note(g, g->rank, g->step));
-    std::copy(sent, sent + g->world, noted);
-    std::copy(expected, expected + g->world, noted + g->world);
+    if (!g->done) std::copy(sent, sent + g->world, noted), std::copy(expected, expected + g->world, noted + g->world);
     const int64_t most = g->slot_bytes / g->world / 64 * 64;
     const auto fitting = [](Group *g, uint32_t step) {
         g->longest = longest(g, step);
@@ -471,16 +476,16 @@ EXPORT int32_t sagellm_all_to_all(Group *g, uint8_t *output, const uint8_t *data
         const auto copy_in = [&] {
             for (int64_t rank = 0, begin = 0; rank < g->world; begin += sent[rank++])
                 if (rank != g->rank && start < sent[rank])
-                    std::memcpy(slot(g, g->rank, step) + rank * most, data + begin + start,
+                    copy(slot(g, g->rank, step) + rank * most, data + begin + start,
                                 std::min(most, sent[rank] - start));
         };
         const auto copy_out = [&] {
             for (int64_t rank = 0, begin = 0; rank < g->world; begin += expected[rank++])
                 if (rank != g->rank && start < expected[rank])
-                    std::memcpy(output + begin + start, slot(g, rank, step) + g->rank * most,
+                    copy(output + begin + start, slot(g, rank, step) + g->rank * most,
                                 std::min(most, expected[rank] - start));
                 else if (rank == g->rank && start == 0)
-                    std::memcpy(output + begin, data + std::accumulate(sent, sent + rank, int64_t(0)), sent[rank]);
+                    copy(output + begin, data + std::accumulate(sent, sent + rank, int64_t(0)), sent[rank]);
         };
         if (const int32_t outcome = exchange(g, step, copy_in, copy_out, fitting))
             return outcome == STALLED ? STALLED : ended(g, 1, outcome);

@@ -25,13 +25,13 @@ from sagellm.comm.collectives._buffers import (
     contiguous,
     piece_sizes,
 )
-from sagellm.comm.collectives._mailboxes import Mailboxes, MessageWork
+from sagellm.comm.collectives.mailboxes import Mailboxes, MessageWork
 from sagellm.comm.collectives.shared_kernels import (
     DTYPES,
     Kernel,
     NativeKernel,
-    Operation,
     Outcome,
+    SharedOperation,
     native_library,
 )
 from sagellm.comm.collectives.shared_region import MOST_RANKS, RegionLayout, SharedRegion
@@ -42,11 +42,12 @@ from sagellm.core.protocols.collectives import ReduceOp, RendezvousStore
 
 log = logging.getLogger("sagellm.collectives")
 TIMEOUT_S = 300.0
-SLOT_BYTES = 512 << 10
+SLOT_BYTES = 128 << 10
 CELL_BYTES = 64 << 10
 ONE_SHOT_BYTES = 16 << 10
 _LEAST_SLOT_BYTES = 64 * MOST_RANKS
 _DONE = FinishedWork()
+_NOTHING = (-1, 0)
 
 
 class SharedMemoryBackend:
@@ -83,7 +84,7 @@ class SharedMemoryBackend:
         self.rank, self.world_size = rank, world_size
         self._timeout_s, self._clock = timeout_s, clock or MonotonicClock()
         self._broken = Broken()
-        self._awaited, self._awaited_since_s = (rank, 0), 0.0
+        self._awaited, self._awaited_since_s = _NOTHING, 0.0
         library = _library() if native else None
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
         self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
@@ -101,7 +102,8 @@ class SharedMemoryBackend:
     ) -> FinishedWork:
         """`num_shots` is chosen by size unless it is given, the same on all ranks."""
         op = check_reducible(buffer, op)
-        self._begin(buffer)
+        if self._broken.reason is not None or self._boxes.num_pending or not buffer.is_cpu:
+            self._begin(buffer)  # small buffers notice the cost of a call
         shots = num_shots or (1 if buffer.nbytes <= self.one_shot_bytes else 2)
         if buffer.is_contiguous():
             return self._carry_out(self._kernel.all_reduce, buffer, op, shots)
@@ -181,16 +183,16 @@ class SharedMemoryBackend:
             self._region.close()
 
     def _check(self, *buffers: torch.Tensor) -> None:
-        self._broken.check()
+        if self._broken.reason is not None:
+            self._broken.check()
         for buffer in buffers:
-            if buffer.device.type != "cpu":
+            if not buffer.is_cpu:
                 raise ValueError(
                     f"shared memory takes CPU tensors, got one on {buffer.device}: use torch_distributed"
                 )
 
     def _begin(self, *buffers: torch.Tensor) -> None:
         self._check(*buffers)
-        self._awaited = self.rank, 0
         if self._boxes.num_pending:
             self._boxes.finish()
 
@@ -200,7 +202,7 @@ class SharedMemoryBackend:
         except BaseException:
             self._give_up(f"rank {self.rank} was interrupted")
             raise
-        if outcome == Outcome.OK:
+        if not outcome:
             return _DONE
         if outcome == Outcome.DISAGREE:
             raise ValueError(self._disagreement())
@@ -230,7 +232,7 @@ class SharedMemoryBackend:
         parts = []
         for rank, (operation, dtype, argument, size) in enumerate(submitted):
             name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
-            what = f"{Operation(operation).name.lower()} of {size} {name} ({argument})"
+            what = f"{SharedOperation(operation).name.lower()} of {size} {name} ({argument})"
             parts.append(f"rank {rank}: {what}")
         return f"the ranks submitted different operations: {'; '.join(parts)}"
 

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group on one host have mapped, and which of them are alive.
+"""Memory that all ranks on one host have mapped, and which are alive.
 
 The memory is an anonymous file (memfd) that the other ranks open through /proc. It has no name, so the kernel
 frees it with the last process that maps it, also after `kill -9`. Each rank locks the byte of the file whose
@@ -47,7 +47,7 @@ class RankState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
-    """Where things lie, in bytes from the start; the sizes are those of rank 0.
+    """Where things lie, in bytes from the start.
 
     First a page of words: the token, whether the group is broken, the state and the process of each rank.
     Then flags, notes, two slots per rank, and a ring of cells from each rank to each.
@@ -132,7 +132,7 @@ class SharedRegion:
         return int(self.memory.ctypes.data)
 
     def join(self, *, has_kernel: bool) -> bool:
-        """Wait for all ranks. Returns whether all have the C++ kernel, so that all use the same."""
+        """Wait for all ranks. Returns whether all of them have the C++ kernel."""
         self._pids[self.rank] = os.getpid()
         self._states[self.rank] = RankState.READY if has_kernel else RankState.READY_SLOW
         states = self._states[: self.layout.world_size]
@@ -159,10 +159,10 @@ class SharedRegion:
 
     def progress_of(self, rank: int) -> int:
         """A number that changes when a rank publishes."""
-        return int(self._flags[rank].sum())
+        return int(self._flags[rank, :: _FLAG_BYTES // 8].sum())  # without the counts of sleepers
 
     def why_broken(self) -> str | None:
-        """Why the group is broken on another rank; None if it is not known to be."""
+        """Why the group is broken on another rank. None if it is not known to be."""
         code = int(self._broken[0])
         return f"rank {code - 1} has found the group broken" if code else None
 

@@ -1,4 +1,4 @@
-"""The slow twin of the C++ kernel: the same sums over the same memory, in torch and numpy.
+"""The slow twin of the C++ kernel, in torch and numpy.
 
 It serves where no compiler is installed. Every operation is a sequence of steps in which each rank shows the
 others one slot of bytes: first a note of what it submitted, then its data, slot by slot.
@@ -18,8 +18,8 @@ from sagellm.comm.collectives._buffers import as_bytes, reduced
 from sagellm.comm.collectives.shared_kernels import (
     DTYPES,
     OPS,
-    Operation,
     Outcome,
+    SharedOperation,
     Stalled,
     Submitted,
 )
@@ -57,13 +57,13 @@ class TwinKernel:
     def all_reduce(self, data: torch.Tensor, op: ReduceOp, num_shots: int) -> int:
         argument = OPS.index(op) * 4 + num_shots
         return self._run(
-            Operation.ALL_REDUCE, data, argument, data.numel(), self._reduce_chunks(data, data, 0, op)
+            SharedOperation.ALL_REDUCE, data, argument, data.numel(), self._reduce_chunks(data, data, 0, op)
         )
 
     def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> int:
         first = self._rank * output.numel()
         chunks = self._reduce_chunks(data, output, first, op)
-        return self._run(Operation.REDUCE_SCATTER, data, OPS.index(op), output.numel(), chunks)
+        return self._run(SharedOperation.REDUCE_SCATTER, data, OPS.index(op), output.numel(), chunks)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> int:
         sent, received = as_bytes(part), as_bytes(output).view(self._world_size, -1)
@@ -75,7 +75,7 @@ class TwinKernel:
                     received[rank, start : start + len(piece)] = slot[: len(piece)]
                 yield
 
-        return self._run(Operation.ALL_GATHER, part, 0, part.nbytes, chunks())
+        return self._run(SharedOperation.ALL_GATHER, part, 0, part.nbytes, chunks())
 
     def broadcast(self, data: torch.Tensor, source: int) -> int:
         moved = as_bytes(data)
@@ -87,7 +87,7 @@ class TwinKernel:
                 piece[:] = slots[source][: len(piece)]
                 yield
 
-        return self._run(Operation.BROADCAST, data, source, data.nbytes, chunks())
+        return self._run(SharedOperation.BROADCAST, data, source, data.nbytes, chunks())
 
     def all_to_all(
         self, output: torch.Tensor, data: torch.Tensor, expected: Sequence[int], sent: Sequence[int]
@@ -115,10 +115,10 @@ class TwinKernel:
                         received[place : place + last - first] = slot[first - start : last - start]
                 yield
 
-        return self._run(Operation.ALL_TO_ALL, data, 0, 0, chunks())
+        return self._run(SharedOperation.ALL_TO_ALL, data, 0, 0, chunks())
 
     def barrier(self) -> int:
-        return self._run(Operation.BARRIER, torch.empty(0), 0, 0, iter(()))
+        return self._run(SharedOperation.BARRIER, torch.empty(0), 0, 0, iter(()))
 
     def submitted(self) -> list[Submitted]:
         return self._submitted
@@ -130,7 +130,12 @@ class TwinKernel:
         self._words[word_at // 4] = value
 
     def _run(
-        self, operation: Operation, data: torch.Tensor, argument: int, count: int, chunks: Iterator[None]
+        self,
+        operation: SharedOperation,
+        data: torch.Tensor,
+        argument: int,
+        count: int,
+        chunks: Iterator[None],
     ) -> int:
         """Compare what all submitted, then carry the chunks out."""
         dtype = DTYPES.index(data.dtype) if data.dtype in DTYPES else len(DTYPES)

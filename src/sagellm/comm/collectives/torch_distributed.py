@@ -208,7 +208,7 @@ class TorchDistributedBackend:
 
 
 class _TorchWork:
-    """A work of torch, what must be copied once it is done, and the tensors that it uses until then.
+    """A work of torch, with the tensors that it uses and what ends it.
 
     Works of gloo's sends and receives complete in `wait` only, so a thread waits for one that is polled.
     """

@@ -26,6 +26,8 @@ class ReduceOp(str, Enum):
     MAX = "max"
     MIN = "min"
 
+    __hash__ = str.__hash__  # that of Enum is Python code
+
 
 class WireFormat(str, Enum):
     """How floating-point values travel. `EXACT`: as they are; the others round, within a known bound."""

@@ -47,7 +47,10 @@ class StageModel(DecoderModel):
         return self._stages.receive(x.new_empty(num_rows, self.spec.embed_dim), last)
 
     def _summed(self, stream: Stream) -> torch.Tensor:
-        """The stream with all that was to be added; the kernel adds nothing that it does not norm."""
+        """The stream with all that was to be added.
+
+        The kernel adds nothing that it does not norm.
+        """
         x, delta, out_norm = stream
         if delta is not None and out_norm is None:
             return x.add_(delta).contiguous()

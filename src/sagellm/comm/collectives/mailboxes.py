@@ -139,7 +139,7 @@ class Mailboxes:
         return moved
 
     def poll(self, work: MessageWork) -> bool:
-        """Move what can be moved; now and then, see whether the work's peer is there."""
+        """Move what can be moved. Now and then, see whether the work's peer is there."""
         now_s = self._clock.now()
         if self.progress():
             self._moved_s = now_s
@@ -240,7 +240,7 @@ class Mailboxes:
         return moved
 
     def _begin(self, peer: _Peer, header: _Header) -> _Arriving:
-        """The message that begins, in the memory of the receive that waits for it, or in its own."""
+        """The message that begins. It is in the memory of the receive that waits for it, or in its own."""
         claimed = next((work for work in peer.receives if work.tag == header.tag), None)
         if claimed is not None:
             peer.receives.remove(claimed)
