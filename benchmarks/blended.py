@@ -99,6 +99,7 @@ class BlendModel:
         """Computes rows of tokens layer by layer; `choose` makes them fewer."""
         model, ids = self._model, torch.tensor(tokens)
         rows = torch.arange(num_exact if choose else num_cached, len(ids))
+        assert model._embed is not None
         x = model._embed.rows(ids[rows], model._dtype, model.spec.embed_scale)
         kept, counts = [], []
         for number, (layer, own) in enumerate(self._layers):

@@ -23,6 +23,7 @@ from sagellm.benchmarks.micro import (
     kv_transfer,
     memory,
     overlap,
+    parallel,
     prefix_cache,
     scheduler_ir,
 )
@@ -40,6 +41,7 @@ from sagellm.benchmarks.micro.run import FORMAT, MicroBenchReport, run, tables
 from sagellm.benchmarks.reporting import cpu_model, environment
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
 from sagellm.core.registry import registry
+from tests.effort import usual
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 
@@ -125,6 +127,21 @@ def test_bytes_are_moved_beside_their_references() -> None:
     disk = {kv_bytes.WRITE, kv_bytes.READ, kv_bytes.RAW_WRITE, kv_bytes.RAW_READ}
     assert cells(rows) == {("host", case, 32) for case in host} | {("disk", case, 32) for case in disk}
     assert all((row.unit, row.timing) == ("GB/s", None) and row.value > 0 for row in rows)
+
+
+@pytest.mark.parametrize("section", usual({"p"}, ["p", "d"]))
+def test_ranks_have_every_row_beside_threads(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "SHAPE", "tiny")
+    plan = dataclasses.replace(tiny("gloo"), lengths=(32,), layers=1)
+    rows = measured(parallel.BENCHMARK, section, plan).rows
+    case, sizes = (parallel.PREFILL, (32,)) if section == "p" else (parallel.DECODE, (1, 8))
+    names = (parallel.WHOLE, parallel.RANKS, parallel.RATIO, parallel.SHARE)
+    assert [(row.case, row.size) for row in rows] == [
+        (f"{case}: {name}", size) for size in sizes for name in names
+    ]
+    assert all(row.value > 0 for row in rows)
+    with pytest.raises(UnknownNameError, match="Did you mean 'gloo'"):
+        parallel.BENCHMARK.check("glo")
 
 
 def test_collectives_have_every_row() -> None:

@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import SageError
+from sagellm.core.processes import child_environment
 
 STATUS, STAT = Path("/proc/self/status"), Path("/proc/stat")
 _IDLE = (3, 4)
 """Idle time and time waiting for a disk, among the counters in /proc/stat."""
-
-
-def child_environment() -> dict[str, str]:
-    """Returns environment variables with which a child process imports the same packages."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def run_module(module: str, given: Any, what: str, error: type[SageError] = SageError) -> Any:

@@ -24,6 +24,8 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "scheduler.max_num_seqs": ("--max-num-seqs", "N"),
     "scheduler.max_batched_tokens": ("--max-batched-tokens", "N"),
     "engine.threads": ("--threads", "N"),
+    "parallel.tensor": ("--tensor-parallel-size", "N"),
+    "parallel.pipeline": ("--pipeline-parallel-size", "N"),
     "log.level": ("--log-level", "NAME"),
 }
 """Keys that have an option of their own in every command; the others are reached by `--set`."""

@@ -75,7 +75,7 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name in ("fusion", "collectives", "interconnect") and find_spec("torch") is None:
+        if name in ("fusion", "collectives", "interconnect", "parallel") and find_spec("torch") is None:
             raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
@@ -192,6 +192,15 @@ _add_micro(
     """Measure collectives in shared memory beside gloo, from 1 KB to 64 MB, on ranks of this host.
 
     Sections: r, all_reduce, beside two copies of the buffer; o, the other operations. Times are wall time.
+    """,
+)
+_add_micro(
+    "parallel",
+    "backend",
+    "shared_memory, gloo or both, as a,b; default: both.",
+    """Measure two ranks of one thread beside one process of two threads, for a 184 M model.
+
+    Sections: p, prefill; d, decode steps. Both compute in turns. It takes two minutes.
     """,
 )
 

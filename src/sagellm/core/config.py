@@ -238,7 +238,7 @@ class EngineConfig(Section):
     backend: Word = key("native", "what computes the steps")
     backend_options: dict[str, Any] = key({}, "options of that backend")
     threads: int | None = key(
-        None, "CPU threads; none: by model size, one per physical core at most", ge=1, le=4096
+        None, "CPU threads of each rank; none: by model size, one per physical core at most", ge=1, le=4096
     )
     seed: int = key(0, "seed of requests that bring none", ge=0, lt=2**63)
     kernels: Literal["auto", "off"] = key("auto", "kernels, compiled when first needed; off: torch alone")
@@ -246,6 +246,23 @@ class EngineConfig(Section):
         True, "record decode steps and replay them (with kernels; on CPUs up to 8 rows)"
     )
     overlap: bool = key(False, "plan the next step while one computes")
+
+
+class ParallelConfig(Section):
+    """Several processes (ranks) on this machine run one model."""
+
+    tensor: int = key(1, "ranks that share each layer, by heads and columns of MLPs", ge=1, le=64)
+    pipeline: int = key(1, "ranks to which layers are dealt", ge=1, le=64)
+    whole_experts: bool = key(
+        False, "with tensor: each rank has some experts whole; off: a part of every expert"
+    )
+    backend: Word = key(
+        "auto", "what adds up the ranks' parts: auto, shared_memory, gloo, or another plug-in"
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
 
 
 class ServerConfig(Section):
@@ -343,6 +360,7 @@ class Config(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     events: EventsConfig = Field(default_factory=EventsConfig)
     log: LogConfig = Field(default_factory=LogConfig)

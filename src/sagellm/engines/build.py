@@ -86,6 +86,11 @@ def build_backend(
     Raises `ModelError` before anything is allocated, and `ConfigError` for options that are settings.
     """
     name, options = config.engine.backend, config.engine.backend_options
+    if config.parallel.num_ranks > 1 and name != "native":
+        raise ConfigError(
+            f"parallel.*: engine.backend {name!r} runs on one rank: set parallel.tensor and "
+            "parallel.pipeline to 1, or engine.backend to native"
+        )
     sections = (config.model, config.kv, config.scheduler, config.engine)
     settings = {setting for section in sections for setting in type(section).model_fields}
     given = {"config": config, "clock": clock, "progress": progress}

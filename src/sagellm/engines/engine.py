@@ -27,7 +27,7 @@ from functools import partial
 
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import CapacityError, RequestError
+from sagellm.core.errors import CapacityError, EngineFailedError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
@@ -68,6 +68,9 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 log = logging.getLogger("sagellm.engine")
 MOST_IDLE_S = 0.002
 """A step waits so long for KV where it has nothing else to do; then the engine looks for new requests."""
+
+RANKS_LOOK_S = 1.0
+"""While idle, an engine of several ranks looks so often whether they are alive."""
 
 
 class EngineView:
@@ -207,13 +210,18 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
+        check_ranks: Callable[[], None] | None = getattr(self.backend, "check_ranks", None)
+        if check_ranks is not None:
+            check_ranks()
         moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
         has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
         return has_requests or moves or not self.kv.hints.wake_s
 
     def idle_s(self) -> float | None:
-        """Until KV that a client expects later has to be loaded."""
+        """Until KV that a client expects has to be loaded, or ranks looked at."""
         wake_s = self.kv.hints.wake_s
+        if hasattr(self.backend, "check_ranks"):
+            return min(wake_s, RANKS_LOOK_S)
         return None if wake_s == math.inf else wake_s
 
     def stats(self) -> EngineStats:
@@ -247,6 +255,7 @@ class Engine:
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
             num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
+            communication_s=getattr(self.backend, "communication_s", None),
         )
 
     def capability(self) -> CapabilityDescriptor:
@@ -460,6 +469,8 @@ class Engine:
             return None
         try:
             result, spent_s = current.wait()
+        except EngineFailedError:
+            raise
         except CapacityError as error:
             self._undo(binding, following)
             self._fail(self._recovery.short_of_memory(draft, plan, error), str(error))

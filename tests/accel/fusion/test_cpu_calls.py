@@ -106,6 +106,35 @@ def test_what_torch_computes_is_not_recorded(kernels: KernelSet, record: Capture
     assert record(lambda: chain().view(-1)[3:].view(1, -1).t()) is not None
 
 
+def test_work_between_kernels_is_repeated_in_its_place(kernels: KernelSet, record: Capture) -> None:
+    between, chain, count = kernels.between, Chain(kernels, 2, torch.float32), 0
+    assert between is not None
+
+    def add_up() -> None:  # by torch, and by kernels: neither is recorded
+        nonlocal count
+        count += 1
+        chain.out.mul_(2)
+        chain()
+
+    def work() -> None:
+        chain()
+        between(add_up)
+        chain()
+
+    replay = record(work)
+    assert replay is not None
+    for index in ([1, 2], [3, 0]):
+        chain.index.copy_(torch.tensor(index))
+        chain.out.zero_()
+        work()
+        expected = chain.out.clone()
+        chain.out.zero_()
+        replay()
+        assert torch.equal(chain.out, expected)
+    assert count == 5
+    assert record(lambda: between(add_up)) is None, "no kernel runs"
+
+
 def test_work_is_done_while_it_is_recorded_or_refused(kernels: KernelSet, record: Capture) -> None:
     chain = Chain(kernels, 2, torch.float32)
     expected = chain().clone()

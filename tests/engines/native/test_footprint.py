@@ -32,6 +32,7 @@ def loaded_bytes(folder: Path, kernels: KernelSet, told: Footprint, quantizer: A
     source = CheckedModel.of(folder, "cpu", None, quantizer, weight_format)
     loading = source.loader(told.dtype, told.compute_dtype, kernels, kernels)
     weights = loading.weights(source.plan)
+    assert weights.embedding is not None
     held = {id(one): one.nbytes for one in (weights.embedding, *weights.matrices.values())}
     return sum(held.values()) + sum(tensor.nbytes for tensor in weights.tensors.values())
 

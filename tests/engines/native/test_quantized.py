@@ -111,14 +111,18 @@ def test_what_is_held_takes_less(kernels: KernelSet, tmp_path: Path) -> None:
     assert up.matrix.packed.codes.numel() == 2 * 112 * 96 // 2
     assert up.bias is not None
     assert up.bias.dtype == torch.float32
-    assert native_model(made)._embed.dtype == torch.float32
+    embedding = native_model(made)._embed
+    assert embedding is not None
+    assert embedding.dtype == torch.float32
     assert made.get_kv_schema().model_fingerprint.endswith("-int4")
 
 
 def test_a_tied_head_is_quantized_and_the_embedding_is_not(kernels: KernelSet, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-head80-tied")
     made = backend(tmp_path, 4, kernels)
-    assert native_model(made)._embed.dtype == torch.float32
+    embedding = native_model(made)._embed
+    assert embedding is not None
+    assert embedding.dtype == torch.float32
     head = native_model(made)._head
     assert isinstance(head, PackedQuantizedMatrix)
     assert head.packed.bits == 8

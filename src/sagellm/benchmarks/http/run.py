@@ -18,10 +18,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sagellm.benchmarks.http.client import HttpJob, HttpSample, connect
-from sagellm.benchmarks.process import child_environment, run_module
+from sagellm.benchmarks.process import run_module
 from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.ports import SagePorts
+from sagellm.core.processes import child_environment
 
 FORMAT = "sagellm.bench.http/1"
 COLUMNS = (

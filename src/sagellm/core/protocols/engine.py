@@ -45,7 +45,8 @@ class EngineDiagnostics:
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
     `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
-    `num_approximate_tokens`: tokens whose KV was copied from another position.
+    `num_approximate_tokens`: tokens whose KV was copied from another position. `communication_s`: seconds
+    that the first of several ranks has spent in communication with the others; None for one rank.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class EngineDiagnostics:
     tiers: Sequence[TierState] = ()
     num_kv_waits: int = 0
     num_approximate_tokens: int = 0
+    communication_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,12 @@ class InferenceBackend(Protocol):
     `engine_type`, a subclass of `Engine`, is run by that. `expert_rows()`, where a backend has it, gives
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
-    a `TokenCopies` or raises `UnsupportedModelError`.
+    a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
+    which raises `EngineFailedError` once one has ended, and `communication_s`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
-    follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.
+    follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an
+    `EngineFailedError` there is no next step.
     """
 
     def capability(self) -> CapabilityDescriptor: ...
@@ -169,10 +173,11 @@ class EngineCore(Protocol):
         """Schedule by these passes from the next step on; requests that run go on. Raises `ConfigError` for
         an order that cannot be, and nothing has changed."""
 
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether `step` has something to do. Raises `EngineFailedError` if the engine can take no step."""
 
     def idle_s(self) -> float | None:
-        """Seconds until an engine without work has some again by itself; None: never."""
+        """Seconds until an engine without work should be asked again; None: never."""
 
     def stats(self) -> EngineStats: ...
 

@@ -211,7 +211,8 @@ class KernelSet:
     [T, heads x head dim + channels + heads], the state of each, tails, states float32 [n, heads, state dim,
     head dim], and weights: [width, channels], [channels] or None, decay, step bias and skip float32 [heads].
 
-    `record` captures work that is done by these kernels alone.
+    `record` captures work that is done by these kernels alone. `between` does other work on the way, which
+    the recording then repeats in its place; None: nothing repeats it.
     """
 
     linear: LinearKernel | None = None
@@ -229,6 +230,7 @@ class KernelSet:
     delta_step: FusedKernel | None = None
     mamba_step: FusedKernel | None = None
     record: Capture | None = None
+    between: Callable[[Work], None] | None = None
 
 
 KernelSource = Callable[[int], KernelSet]

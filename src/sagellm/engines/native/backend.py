@@ -49,6 +49,7 @@ from sagellm.engines.native.weights import num_parameters
 if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
     from sagellm.engines.native.bridge.model import BridgedModel
+    from sagellm.engines.native.parallel.ranks import Ranks
 
 PARAMETERS_PER_THREAD = 8_000_000
 MEASURED_TOKENS = 256
@@ -102,6 +103,8 @@ class NativeBackend:
     `quantizer` quantizes matrices while they are loaded; `formats` reads matrices that a checkpoint stores
     quantized.
 
+    `ranks`: the ranks among which the model is divided, of which this is one. They share the memory of a CPU.
+
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
     """
@@ -114,30 +117,34 @@ class NativeBackend:
         progress: Progress | None = None, kernels: KernelSource | None = None,
         cuda_kernels: Callable[[], KernelSet] | None = None, capture: CaptureSource | None = None,
         quantizer: WeightQuantizer | None = None, formats: FormatSource | None = None,
-        split_kv: bool = True, implementation: str = "auto",
+        split_kv: bool = True, implementation: str = "auto", ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation)
+        split, agreed = (ranks.split, ranks.agreed) if ranks is not None else (None, int)
+        sharing = 1 if ranks is None else ranks.split.num_ranks
+        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
         check_chunks(spec.kv_windows, block_size)
         num_weights = num_parameters(source.plan)
-        threads = threads or suitable_threads(num_weights)
+        threads = threads or suitable_threads(num_weights, sharing)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels)
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
-            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set)
-            self._model, self._schema = self._load(source, loader, progress, kernel_set, block_size, split_kv)
+            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, agreed)
+            self._model, self._schema = self._load(
+                source, loader, progress, kernel_set, block_size, split_kv, ranks
+            )
             most, groups = max_num_seqs * cdiv(self._max_model_len, block_size), self._schema.num_groups
             block_bytes = self._schema.bytes_per_block
-            blocks = pool_blocks(
+            blocks = agreed(pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
-                available_bytes(self._device) - max_num_seqs * self._schema.state_bytes,
-            ) * groups  # fmt: skip
+                available_bytes(self._device) // sharing - max_num_seqs * self._schema.state_bytes,
+            )) * groups  # fmt: skip
             self._kv = PagedKV(
                 len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, has_scratch=recording is not None,
@@ -178,7 +185,7 @@ class NativeBackend:
 
     def _load(
         self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
-        block_size: int, split_kv: bool,
+        block_size: int, split_kv: bool, ranks: Ranks | None,
     ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
         spec = source.spec
         groups = deal_layers(spec.kv_windows, spec.kv_shapes) if split_kv else ()
@@ -187,14 +194,17 @@ class NativeBackend:
         model: DecoderModel | BridgedModel
         if isinstance(spec, ModelSpec):
             weights = loader.weights(source.plan, progress)
-            model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, groups)
+            whole = (spec, weights, self._compute_dtype, self._device, kernel_set, groups)
+            model = DecoderModel(*whole) if ranks is None else ranks.model(*whole)
             self._weight_bytes = weights.read_bytes
         else:
             from sagellm.engines.native.bridge.model import load
 
             model = load(spec, loader, groups, progress)
             self._weight_bytes = model.read_bytes
-        fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
+        fingerprint = ""
+        if ranks is None or ranks.is_first:
+            fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
         source.checkpoint.close()
         schema = KVCacheSchema(
             len(spec.kv_windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
@@ -421,11 +431,13 @@ def _kernels(
     return kernel_set, kernel_set
 
 
-def suitable_threads(num_parameters: int) -> int:
-    """One thread per 8 M parameters, at most one per core. In a small model parallel regions are so short
-    that waiting for the last thread costs more than it saves, many times more on a machine with other work.
+def suitable_threads(num_parameters: int, sharing: int = 1) -> int:
+    """One thread per 8 M parameters, at most one per core. Of the cores `sharing` ranks have equal parts.
+
+    In a small model parallel regions are so short that waiting for the last thread costs more than it saves,
+    many times more on a machine with other work.
     """
-    return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
+    return max(1, min(usable_cores() // sharing, num_parameters // PARAMETERS_PER_THREAD))
 
 
 @contextmanager

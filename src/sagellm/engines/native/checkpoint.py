@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -87,17 +87,23 @@ class Checkpoint:
             entry.shape
         )
 
-    def parts(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def parts(
+        self, name: str, dtype: torch.dtype, rows: Sequence[tuple[int, int]] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Iterator[torch.Tensor]:  # fmt: skip
         """The values of `name` in `dtype`, some rows at a time. Copy each part before the next is asked for.
-        No memory of the whole tensor's size is taken.
+        No memory of the whole tensor's size is taken. `rows`: ranges of the rows wanted; `columns`: the range
+        of columns.
         """
         stored, entry = self.tensor(name), self[name]
-        rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
-        begin = entry.begin
-        for part in torch.split(stored, rows):
-            yield part.to(dtype)
-            self._release_pages(entry.path, begin, begin + part.nbytes)
-            begin += part.nbytes
+        row_bytes = stored.nbytes // max(1, len(stored))
+        most = max(1, _COPIED_BYTES // max(1, row_bytes))
+        for first, stop in ((0, len(stored)),) if rows is None else rows:
+            begin = entry.begin + first * row_bytes
+            for part in torch.split(stored[first:stop], most):
+                yield (part if columns is None else part[:, columns[0] : columns[1]]).to(dtype)
+                self._release_pages(entry.path, begin, begin + part.nbytes)
+                begin += part.nbytes
 
     def _release_pages(self, path: Path, begin: int, end: int) -> None:
         """Release the memory of bytes that have been copied."""

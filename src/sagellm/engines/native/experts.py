@@ -7,6 +7,7 @@ quantized like any matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +53,12 @@ class ExpertSpec:
     swiglu_alpha: float = 1.702
     beside_mlp: bool = False
     """Layers have an MLP too; router, experts and MLP have norms of their own (Gemma 4)."""
+    held: tuple[int, int] | None = None
+    """The range of experts that this rank has; None: all."""
+
+    @property
+    def num_held(self) -> int:
+        return self.count if self.held is None else self.held[1] - self.held[0]
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "kept_groups"):
@@ -103,6 +110,24 @@ def row_weights(routes: Routes) -> tuple[torch.Tensor, Routes]:
     weights = torch.empty_like(routes.weights).flatten()
     weights[routes.places.flatten()] = routes.weights.flatten()
     return weights[:, None], replace(routes, weights=torch.ones_like(routes.weights))
+
+
+def by_held(
+    spec: ExpertSpec, rows: torch.Tensor, starts: torch.Tensor,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """`compute(rows, starts)` for the experts that this rank has.
+
+    The result [n, hidden] is zero for rows of other experts.
+    """
+    if spec.held is None:
+        return compute(rows, starts)
+    bounds = starts[spec.held[0] : spec.held[1] + 1]
+    first, stop = bounds[0], bounds[-1]
+    outputs = torch.zeros_like(rows)
+    if first < stop:
+        outputs[first:stop] = compute(rows[first:stop], bounds - first)
+    return outputs
 
 
 def scaled(routes: Routes, expert_scale: torch.Tensor) -> Routes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
@@ -33,6 +33,9 @@ try:
 except ImportError as error:
     raise MissingExtraError("running a model", "native") from error
 
+if TYPE_CHECKING:
+    from sagellm.core.child_process import Inbox
+
 
 def native_backend(
     config: Config,
@@ -42,26 +45,51 @@ def native_backend(
     kv_memory_bytes: int | None = None,
 ) -> NativeBackend:
     """The backend for the configured model, which is fetched if need be. Raises as `NativeBackend`."""
-    return NativeBackend(
-        model_source(config),
-        device=config.model.device,
-        compute_dtype=compute_dtype,
-        block_size=config.kv.block_size,
-        num_blocks=config.kv.num_blocks,
-        kv_memory_fraction=config.kv.memory_fraction,
-        kv_memory_bytes=kv_memory_bytes,
-        host_memory_bytes=config.kv.host_bytes,
-        measure_prefill=config.kv.has_tiers or "model" in registry("policy").options(config.kv.eviction),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=config.model.max_model_len,
-        threads=config.engine.threads,
-        seed=config.engine.seed,
-        progress=progress,
-        cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
-        split_kv=splits_kv(config),
-        capture=cuda_capture if config.engine.recorded_steps else None,
-        **_held_as(config),
+    options = _backend_options(
+        config, progress=progress, compute_dtype=compute_dtype, kv_memory_bytes=kv_memory_bytes
     )
+    if config.parallel.num_ranks == 1:
+        return NativeBackend(**options)
+    from sagellm.engines.native.parallel.start import first_rank
+
+    return first_rank(config, options)
+
+
+def follow(given: dict[str, Any], inbox: Inbox) -> None:
+    """The entry of the other ranks of a divided model (`parallel/start.py`)."""
+    from sagellm.engines.native.parallel.start import following_rank
+
+    following_rank(_backend_options(Config.model_validate(given["config"])), given, inbox)
+
+
+def _backend_options(
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    compute_dtype: str = "auto",
+    kv_memory_bytes: int | None = None,
+) -> dict[str, Any]:
+    """The options of `NativeBackend` for the configured model."""
+    return {
+        "model": model_source(config),
+        "device": config.model.device,
+        "compute_dtype": compute_dtype,
+        "block_size": config.kv.block_size,
+        "num_blocks": config.kv.num_blocks,
+        "kv_memory_fraction": config.kv.memory_fraction,
+        "kv_memory_bytes": kv_memory_bytes,
+        "host_memory_bytes": config.kv.host_bytes,
+        "measure_prefill": config.kv.has_tiers or "model" in registry("policy").options(config.kv.eviction),
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_model_len": config.model.max_model_len,
+        "threads": config.engine.threads,
+        "seed": config.engine.seed,
+        "progress": progress,
+        "cuda_kernels": triton_kernels if config.engine.kernels == "auto" else None,
+        "split_kv": splits_kv(config),
+        "capture": cuda_capture if config.engine.recorded_steps else None,
+        **_held_as(config),
+    }
 
 
 def splits_kv(config: Config) -> bool:

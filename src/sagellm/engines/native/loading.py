@@ -7,7 +7,7 @@ model no more than one of its matrices is ever in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,9 @@ from sagellm.engines.native.matrices import (
     quantization_of,
 )
 from sagellm.engines.native.memory import lazy_zeros
-from sagellm.engines.native.model_spec import ModelSpec
-from sagellm.engines.native.options import fastest_dtype, model_length, torch_dtype, usable_device
+from sagellm.engines.native.model_spec import DTYPES, ModelSpec
+from sagellm.engines.native.options import dtype_name, fastest_dtype, model_length, torch_dtype, usable_device
+from sagellm.engines.native.parallel.split import Split, check_stored
 from sagellm.engines.native.weights import (
     EMBEDDING,
     LAYER_TABLE,
@@ -68,9 +69,10 @@ Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
 class ModelWeights:
     """A model's weights: `matrices` by name without `.weight`, all others in `tensors`. `matrices` has the
     `head`. A tied head is the embedding, unless it is quantized. `layer_table` has layers' own inputs.
+    Ranks behind the first of a pipeline have neither embedding nor head.
     """
 
-    embedding: StoredMatrix
+    embedding: StoredMatrix | None
     matrices: dict[str, Matrix]
     tensors: dict[str, torch.Tensor]
     layer_table: StoredMatrix | None = None
@@ -93,14 +95,15 @@ class CheckedModel:
     max_model_len: int
     plan: Sequence[Parameter]
     checkpoint: Checkpoint
+    split: Split | None = None
 
     @classmethod
     def of(
         cls, model: str | Path, device: str, max_model_len: int | None, quantizer: WeightQuantizer | None,
-        formats: FormatSource | None, implementation: str = "auto",
+        formats: FormatSource | None, implementation: str = "auto", split: Split | None = None,
     ) -> Self:  # fmt: skip
         """The options are those of `NativeBackend`. Raises `ModelError` for a model that cannot be served and
-        `ConfigError` for an option that makes no sense.
+        `ConfigError` for an option that makes no sense. With `split`, spec and plan are those of a rank.
         """
         folder = model_folder(model, check=lambda found: check_config(found, implementation))
         config = read_config(folder)
@@ -114,7 +117,11 @@ class CheckedModel:
         spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
         check(plan, checkpoint, quantization.stored)
-        return cls(folder, spec, quantization, where, length, plan, checkpoint)
+        if split is not None:
+            split.check(spec)
+            check_stored(quantization, split)
+            plan, spec = split.parameters(plan, spec), split.spec(spec)
+        return cls(folder, spec, quantization, where, length, plan, checkpoint, split)
 
     @property
     def label(self) -> str:
@@ -124,14 +131,16 @@ class CheckedModel:
         is_short = any(
             rope is not None and rope.long_factors and not rope.is_long for rope in self.spec.ropes
         )
-        return self.quantization.label + ("-short-rope" if is_short else "")
+        part = "" if self.split is None else self.split.label
+        return self.quantization.label + ("-short-rope" if is_short else "") + part
 
     def loader(
-        self, dtype: str, compute_dtype: str, kernel_set: KernelSet, measured_set: KernelSet
-    ) -> WeightLoader:
+        self, dtype: str, compute_dtype: str, kernel_set: KernelSet, measured_set: KernelSet,
+        agreed: Callable[[int], int] = int,
+    ) -> WeightLoader:  # fmt: skip
         """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
         is "auto", and whether matrices take the form of the kernel in `kernel_set`; `measured_set` is the
-        same kernel on one thread.
+        same kernel on one thread. `agreed` gives the choice of the first of several ranks.
         """
         wanted = torch_dtype(self.spec.dtype if dtype == "auto" else dtype)
         if compute_dtype == "auto":
@@ -139,7 +148,9 @@ class CheckedModel:
             computed = fastest_dtype(wanted, self.device, count, widened=widened)
         else:
             computed = torch_dtype(compute_dtype)
-        linear = kernel_set.linear if packing_is_faster(measured_set.linear, computed, wanted) else None
+        computed = torch_dtype(DTYPES[agreed(DTYPES.index(dtype_name(computed)))])
+        packs = agreed(packing_is_faster(measured_set.linear, computed, wanted))
+        linear = kernel_set.linear if packs else None
         return WeightLoader(
             self.checkpoint,
             self.device,
@@ -194,8 +205,7 @@ class WeightLoader:
                 tensors[parameter.name] = self._tensor(parameter)
             done += sizes[i]
             report(done, total)
-        assert embedding is not None
-        if "head" not in matrices:
+        if "head" not in matrices and embedding is not None:
             matrices["head"] = self._tied_head(embedding)
         return ModelWeights(embedding, matrices, tensors, layer_table)
 
@@ -276,16 +286,32 @@ class WeightLoader:
         stored whole."""
         row = 0
         for piece in parameter.pieces:
-            codes, order = self.codes(piece), _row_order(piece)
-            whole = [] if codes is None else [codes.values().to(self.dtype)]
-            if codes is None and piece.part is not None:
-                stored = self.checkpoint.tensor(piece.name)[piece.part.index].to(self.dtype)
-                whole = [piece.ordered(stored.T if piece.part.is_transposed else stored)]
-            if order is not None:
-                whole = [torch.cat(whole or list(self.checkpoint.parts(piece.name, self.dtype)))[order]]
-            for part in whole or self.checkpoint.parts(piece.name, self.dtype):
+            for part in self._parts(piece):
                 target.store(row, part)
                 row += len(part)
+
+    def _parts(self, piece: WeightPiece) -> Iterable[torch.Tensor]:
+        """The rows of a piece that are kept, in the model's order."""
+        codes, order, kept, checkpoint = self.codes(piece), _row_order(piece), piece.kept, self.checkpoint
+        if codes is None and piece.part is None and order is None:
+            ranges = () if kept is None else (kept.rows, kept.columns)
+            return checkpoint.parts(piece.name, self.dtype, *ranges)
+        if codes is not None:
+            values = codes.values()
+        elif piece.part is not None:
+            stored = checkpoint.tensor(piece.name)[piece.part.index]
+            values = piece.ordered(stored.T if piece.part.is_transposed else stored)
+        else:
+            values = checkpoint.tensor(piece.name)
+        if kept is not None:
+            rows = torch.cat([torch.arange(first, stop) for first, stop in kept.rows])
+            order = rows if order is None else order[rows]
+        if kept is not None and kept.columns is not None:
+            values = values[:, kept.columns[0] : kept.columns[1]]
+        values = (values if order is None else values[order]).to(self.dtype)
+        if codes is None and piece.part is None:
+            checkpoint.release_pages(piece.name)
+        return [values]
 
     def codes(
         self, piece: WeightPiece, outputs: int | None = None, sample: Sample = lambda tensor, _: tensor

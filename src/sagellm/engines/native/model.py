@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import clamped_swiglu, combine, route, row_weights, scaled
+from sagellm.engines.native.experts import by_held, clamped_swiglu, combine, route, row_weights, scaled
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.layer_inputs import LayerInput, LayerInputs
@@ -24,6 +24,7 @@ from sagellm.engines.native.layer_spec import LayerShape
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
 from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
 from sagellm.engines.native.recurrent.layer import RecurrentLayer
 from sagellm.engines.native.recurrent.mamba_layer import MambaLayer
@@ -68,15 +69,16 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A projection: a matrix and optionally a bias."""
+    """A projection: a matrix and optionally a bias. With `ranks` it is their sum: each has some inputs."""
 
     matrix: Matrix
     bias: torch.Tensor | None
+    ranks: TensorRanks | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [T, in] to [T, out]; strides are those of the matrix product."""
         product: torch.Tensor = self.matrix.multiply(x, self.bias)
-        return product
+        return product if self.ranks is None else self.ranks.summed(product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,14 @@ class DecoderLayer:
 class DecoderModel:
     """Weights and forward pass, on one device, computed in `dtype`. `kernels` do what lies between the
     matrices, where they support this model. The residual stream `x` and the last sublayer's output, `delta`,
-    are kept apart until the next norm, which takes both in one pass.
+    are kept apart until the next norm, which takes both in one pass. `ranks` share each layer.
     """
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
-        kernels: KernelSet = NO_KERNELS, groups: Sequence[KVGroup] = (),
+        kernels: KernelSet = NO_KERNELS, groups: Sequence[KVGroup] = (), ranks: TensorRanks | None = None,
     ) -> None:  # fmt: skip
-        self.spec = spec
+        self.spec, self._ranks = spec, ranks
         self._dtype, self._wide = dtype, torch.promote_types(dtype, torch.float32)
         self._embed = weights.embedding
         self._positions = weights.tensors.get("positions.weight")
@@ -194,9 +196,10 @@ class DecoderModel:
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
         self._kernels = usable_glue(kernels, spec, dtype, device)
         glue = self._kernels
-        self._layers = [_layer(spec, weights, i, self.kinds, ropes, glue) for i in range(spec.num_layers)]
+        make = partial(_layer, spec, weights, self.kinds, ropes, glue, ranks)
+        self._layers = [make(i) for i in range(spec.num_layers)]
         self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
-        self._head = weights.matrices["head"]
+        self._head = weights.matrices.get("head")
         self._activation = _ACTIVATIONS[spec.activation]
         linear = kernels.linear
         self._rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
@@ -256,7 +259,11 @@ class DecoderModel:
         """The head's input [S, hidden] for the sampled rows. Call it in inference mode. Writes the new K and
         V to `kv`.
         """
-        stream: Stream = self._embedded(step), None, None
+        return self._normed(self._through_layers(self._embedded(step), step, kv))
+
+    def _through_layers(self, x: torch.Tensor, step: StepInputs, kv: PagedKV) -> Stream:
+        """The stream behind the last layer, of the sampled rows, from `x` [T, hidden]."""
+        stream: Stream = x, None, None
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
         inputs = None if self._inputs is None else self._inputs.of(step.tokens, stream[0])
         temperature = self.spec.temperature
@@ -281,6 +288,9 @@ class DecoderModel:
                 inputs = None if inputs is None else inputs[step.sampled]
             stream = self._mlp(layer, stream)
             stream = self._end(layer, stream, None if inputs is None else inputs[:, i])
+        return stream
+
+    def _normed(self, stream: Stream) -> torch.Tensor:
         x = self._add_norm(stream, self._final_norm if self.spec.final_norm else None)
         return x if self._project_out is None else self._project_out.multiply(x)
 
@@ -298,10 +308,14 @@ class DecoderModel:
     def _product(self, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
         if output is None:
             output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=self._wide)
+        assert self._head is not None
+        if self._ranks is not None:
+            return self._ranks.logits(self._head, hidden, output)
         logits: torch.Tensor = self._head.multiply(hidden, None, output)
         return logits
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
+        assert self._embed is not None
         x: torch.Tensor = self._embed.rows(step.tokens, self._dtype, self.spec.embed_scale)
         if self._project_in is not None:
             x = self._project_in.multiply(x)
@@ -376,13 +390,17 @@ class DecoderModel:
         if spec.weighs_input:
             weights, routes = row_weights(routes)
             rows = rows * weights.to(rows.dtype)
-        inner = self._activated(mlp.up.matrix.multiply_grouped(rows, routes.starts, mlp.up.bias))
-        outputs = mlp.down.matrix.multiply_grouped(inner, routes.starts, mlp.down.bias)
+        outputs = by_held(spec, rows, routes.starts, partial(self._by_experts, mlp))
         shared = None if mlp.shared is None else self._dense(mlp.shared, x)
         if shared is not None and mlp.shared_gate is not None:
             shared = shared * mlp.shared_gate(x).sigmoid()
         mixed: torch.Tensor = (by_kernel[1].apply if by_kernel[1] else combine)(outputs, routes, shared)
-        return mixed
+        return mixed if self._ranks is None else self._ranks.summed(mixed)
+
+    def _by_experts(self, mlp: Mixture, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        inner = self._activated(mlp.up.matrix.multiply_grouped(rows, starts, mlp.up.bias))
+        outputs: torch.Tensor = mlp.down.matrix.multiply_grouped(inner, starts, mlp.down.bias)
+        return outputs
 
     def _sublayer_input(self, stream: Stream, norm: NormWeights) -> torch.Tensor:
         return self._add_norm(stream, norm if self.spec.norm_place in ("input", "both") else None)
@@ -467,19 +485,19 @@ def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0
 
 
 def _layer(
-    spec: ModelSpec, weights: ModelWeights, index: int, kinds: Sequence[LayerKind],
-    ropes: Sequence[RopeSpec], kernels: KernelSet,
+    spec: ModelSpec, weights: ModelWeights, kinds: Sequence[LayerKind], ropes: Sequence[RopeSpec],
+    kernels: KernelSet, ranks: TensorRanks | None, index: int,
 ) -> DecoderLayer:  # fmt: skip
     def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
 
-    def linear(name: str) -> Linear:
+    def linear(name: str, summed_over: TensorRanks | None = None) -> Linear:
         full = f"layers.{index}.{name}"
-        return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
+        return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"), summed_over)
 
     beside = _beside(spec, weights, index, linear, norm) if spec.has_experts_beside else None
     is_mixture = spec.has_experts(index) and beside is None
-    mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down"))
+    mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down", ranks))
     mixer: Attention | RecurrentLayer
     if spec.attends(index):
         scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
@@ -490,7 +508,7 @@ def _layer(
             q_norm = k_norm = NormWeights(weights.tensors["final_norm.weight"].new_ones(spec.head_dim), None)
         mixer = Attention(
             kinds[kv_layer], kv_layer, spec.has_kv(index), spec.shape(index), scores, linear("qkv"),
-            gate_size, q_norm, k_norm, linear("out"),
+            gate_size, q_norm, k_norm, linear("out", ranks),
             -1 if own is None else ropes.index(own), _latent(spec, weights, index, kernels),
         )  # fmt: skip
     else:
@@ -553,7 +571,7 @@ def _mixture(spec: ModelSpec, weights: ModelWeights, index: int, linear: Callabl
     assert experts is not None
     stacks = [linear("experts.up"), linear("experts.down")]
     up, down = (
-        Linear(stack.matrix, None if stack.bias is None else stack.bias.view(experts.count, -1))
+        Linear(stack.matrix, None if stack.bias is None else stack.bias.view(experts.num_held, -1))
         for stack in stacks
     )
     shared = Mlp(linear("up"), linear("down")) if experts.shared_width else None

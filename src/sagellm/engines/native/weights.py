@@ -41,9 +41,18 @@ class StackedPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank has of a piece: rows in the model's order, and columns."""
+
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPiece:
     """One tensor of the checkpoint, or a part of one. Pieces are stacked along their first dimension. Row i
-    of each of its first `num_reordered` heads is row `head_order[i]` of the stored head.
+    of each of its first `num_reordered` heads is row `head_order[i]` of the stored head. `kept`: what is
+    loaded of it; None: all.
     """
 
     name: str
@@ -51,6 +60,15 @@ class WeightPiece:
     num_reordered: int = 0
     head_order: tuple[int, ...] = ()
     part: StackedPart | None = None
+    kept: Kept | None = None
+
+    @property
+    def loaded_shape(self) -> tuple[int, ...]:
+        """The shape of what is loaded."""
+        if self.kept is None:
+            return self.shape
+        rows, columns = sum(stop - first for first, stop in self.kept.rows), self.kept.columns
+        return (rows, *self.shape[1:]) if columns is None else (rows, columns[1] - columns[0])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -77,7 +95,8 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:])
+        shapes = [piece.loaded_shape for piece in self.pieces]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def parameters(spec: ModelSpec) -> list[Parameter]:

@@ -60,6 +60,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             delta_step=CpuDeltaStep(delta, caller),
             mamba_step=CpuMambaStep(mamba, caller),
             record=partial(caller.record, kernel_function(linear, "sagellm_replay")),
+            between=caller.between,
         )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)

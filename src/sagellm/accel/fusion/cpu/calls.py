@@ -2,7 +2,9 @@
 
 Before a kernel runs, Python checks its inputs, allocates the result and fills in a job: 4 to 15 us, in which
 no weight is read. The tensors of a decode step have the same shapes each time. So a recording keeps the jobs,
-with the tensors that they point to, and replays all of them in one call.
+with the tensors that they point to, and replays all of them in one call. Work that is not the kernels' and
+lies between them, such as adding up the results of several ranks, is repeated in its place
+(`Caller.between`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,7 +80,7 @@ class _Recorder(threading.local):
     other threads do not get in, and a fork's child does not go on.
     """
 
-    calls: list[_RecordedCall] | None = None
+    calls: list[_RecordedCall | Work] | None = None
 
 
 class Caller:
@@ -102,14 +105,30 @@ class Caller:
         """
         calls = self._recorder.calls = []
         try:
-            with _TorchWork() as by_torch:
+            with _TorchWork(self._recorder) as by_torch:
                 work()
         finally:
             self._recorder.calls = None
-        if by_torch.operators or not calls:
+        if by_torch.operators or not any(isinstance(call, _RecordedCall) for call in calls):
             log.debug("not recorded, torch computes in it: %s", ", ".join(sorted(by_torch.operators)))
             return None
-        return _Recording(run, self.threads, calls)
+        return _recording(run, self.threads, calls)
+
+    def between(self, work: Work) -> None:
+        """Do `work`, which is not the kernels'. A recording repeats it in its place.
+
+        It works on tensors that the kernels around it were given or have made, and on its own.
+        """
+        calls = self._recorder.calls
+        if calls is None:
+            work()
+            return
+        self._recorder.calls = None
+        try:
+            work()
+        finally:
+            self._recorder.calls = calls
+        calls.append(work)
 
 
 class CpuKernel(CheckedKernel):
@@ -130,10 +149,11 @@ class CpuKernel(CheckedKernel):
 
 
 class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects torch's operators that do more than allocate or make a view."""
+    """While calls are recorded, collects torch's operators that compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self.operators: set[str] = set()
 
     @classmethod
@@ -149,6 +169,8 @@ class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._recorder.calls is None:
+            return result
         schema = func._schema
         if schema.name not in _ALLOCATIONS and (schema.is_mutable or not _are_views(result, args)):
             self.operators.add(schema.name)
@@ -164,6 +186,24 @@ def _are_views(result: object, args: object) -> bool:
         isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in known
         for leaf in tree_leaves(result)
     )
+
+
+def _recording(run: Function, threads: int, calls: Sequence[_RecordedCall | Work]) -> Work:
+    """What repeats the calls: one replay for those that follow each other."""
+    parts: list[Work] = []
+    for _, group in groupby(calls, lambda call: isinstance(call, _RecordedCall)):
+        own = list(group)
+        recorded = [call for call in own if isinstance(call, _RecordedCall)]
+        others = [call for call in own if not isinstance(call, _RecordedCall)]
+        parts += [_Recording(run, threads, recorded)] if recorded else others
+    if len(parts) == 1:
+        return parts[0]
+
+    def repeat() -> None:
+        for part in parts:
+            part()
+
+    return repeat
 
 
 class _Recording:

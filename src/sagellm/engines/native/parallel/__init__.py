@@ -1,0 +1,1 @@
+"""A model on several ranks, each a process of its own."""

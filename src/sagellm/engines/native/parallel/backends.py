@@ -1,0 +1,132 @@
+"""The backends of a divided model.
+
+`FirstRank` is the engine's, and each `FollowingRank` repeats its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sagellm.core.errors import CommError, ConfigError, EngineFailedError, PlanError, UnsupportedModelError
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.types import CapabilityDescriptor, TokenLogprob
+from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.block_bytes import PoolBytes
+from sagellm.engines.native.parallel.plan_message import Drawn, decode, encode
+from sagellm.engines.native.parallel.ranks import Ranks
+from sagellm.engines.native.sampler import ScoredPrompt
+from sagellm.engines.native.token_copies import TokenCopier
+
+
+class FirstRank(NativeBackend):
+    """Announces each plan to the other ranks, computes its part and draws the tokens.
+
+    A plan that cannot be executed leaves all ranks as they were. After any other failure between the
+    announcement and the logits the ranks are in different places: `EngineFailedError`, and the engine must be
+    built anew.
+    """
+
+    def __init__(self, model: Any, *, ranks: Ranks, **options: Any) -> None:
+        self._ranks, self._drawn, self._is_midway = ranks, Drawn(), False
+        try:
+            super().__init__(model, ranks=ranks, **options)
+        except CommError as error:
+            raise ranks.failure(error) from error
+
+    def check_ranks(self) -> None:
+        """Raise `EngineFailedError` if the process of another rank has ended."""
+        self._ranks.check()
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds so far of communication, waiting for others included."""
+        return self._ranks.spent_s
+
+    def capability(self) -> CapabilityDescriptor:
+        """Of the whole model, with memory and KV schema of this rank."""
+        found = super().capability()
+        return found if self._ranks.split.pipeline == 1 else replace(found, sliding_window=None)
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        self._is_midway = False
+        try:
+            result = super().execute(plan)
+        except (PlanError, EngineFailedError):
+            raise
+        except Exception as error:
+            if not self._is_midway:
+                raise
+            failure = self._ranks.failure(error)
+            self._ranks.close()
+            raise failure from error
+        counts = result.num_drawn(plan)
+        rows = [row for row, n in zip(plan.decode_rows, counts, strict=True) for _ in range(n)]
+        rows += [op.row for op in plan.prefills if op.samples]
+        self._drawn = Drawn(rows, result.token_ids)
+        return result
+
+    def kv_bytes(self) -> PoolBytes:
+        """Raises `ConfigError`: a block of this rank is a part of a block."""
+        raise ConfigError(
+            "this rank has a part of each block only, so KV is kept on the device alone: set "
+            "parallel.tensor and parallel.pipeline to 1, or leave out what stores or sends KV"
+        )
+
+    def token_copier(self) -> TokenCopier:
+        raise UnsupportedModelError("KV of a model on several ranks is not moved")
+
+    def _begin(self, plan: ExecutionPlan) -> None:
+        super()._begin(plan)
+        self._ranks.announce(encode(plan, self._drawn))
+        self._drawn, self._is_midway = Drawn(), True
+
+    def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
+        logits = super()._logits(plan)
+        self._is_midway = False
+        return logits
+
+    def _logits_and_scores(
+        self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        found = super()._logits_and_scores(plan, scored)
+        self._is_midway = False
+        return found
+
+    def close(self) -> None:
+        self._ranks.close()
+        super().close()
+
+
+class FollowingRank(NativeBackend):
+    """Computes its part of each step that the first rank announces, and draws nothing."""
+
+    def __init__(self, model: Any, *, ranks: Ranks, **options: Any) -> None:
+        self._ranks = ranks
+        super().__init__(model, ranks=ranks, **options)
+
+    def follow(self, message: bytes) -> None:
+        """Compute the step of a message. Raises what ends this rank."""
+        plan, drawn = decode(message)
+        self._rows.advance(*drawn)
+        try:
+            with self._current_device():
+                self._begin(plan)
+                self._kv.copy_blocks(plan.copies)
+                if plan.num_tokens:
+                    self._compute_logits(plan)
+        except PlanError:  # the first rank has met it too, before anything was computed
+            return
+
+    def _compute_logits(self, plan: ExecutionPlan) -> None:
+        scored = self._rows.scored(plan) if plan.prefills else ()
+        if not scored:
+            self._logits(plan)
+        elif self._ranks.split.tensor > 1:
+            self._logits_and_scores(plan, scored)
+        else:  # the first rank alone has a head
+            with torch.inference_mode():
+                self._model.hidden(self._inputs(plan, scored), self._kv)

@@ -1,0 +1,88 @@
+"""Starts the ranks of a divided model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sagellm.core.child_process import Inbox
+from sagellm.core.config import Config
+from sagellm.core.errors import ConfigError
+from sagellm.core.registry import registry
+from sagellm.engines.native.architectures import read_config
+from sagellm.engines.native.implementations import described
+from sagellm.engines.native.options import usable_device
+from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
+from sagellm.engines.native.parallel.ranks import OWN_COLLECTIVES, join, launch
+from sagellm.engines.native.parallel.split import Split
+
+ENTRY = "sagellm.engines.native.from_config:follow"
+
+
+def first_rank(config: Config, options: dict[str, Any]) -> FirstRank:
+    """The backend of the first rank, with the others started. `options` are those of `NativeBackend`.
+
+    Raises `ConfigError` or `ModelError` for what cannot be divided, before a process is started, and
+    `EngineFailedError` with the reason of a rank that fails.
+    """
+    parallel = config.parallel
+    split = Split(0, parallel.tensor, parallel.pipeline, parallel.whole_experts)
+    _check(config)
+    split.check(described(read_config(options["model"]), config.model.implementation))
+    located = config.model_copy(
+        update={"model": config.model.model_copy(update={"name": str(options["model"])})}
+    )
+    given: dict[str, object] = {"config": located.model_dump(mode="json")}
+    ranks = launch(split, ENTRY, given, parallel.backend)
+    try:
+        return FirstRank(**_of_a_rank(options, split), ranks=ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def following_rank(options: dict[str, Any], given: dict[str, Any], inbox: Inbox) -> None:
+    """Follow the first rank until it is done. `given` is what `launch` gave, `options` are those of
+    `NativeBackend`."""
+    split = Split(**given["split"])
+    ranks = join(split, given["store"], given["collectives"])
+    options = {**_of_a_rank(options, split), "measure_prefill": False, "progress": None}
+    backend = FollowingRank(**options, ranks=ranks)
+    while (message := inbox.get()) is not None:
+        backend.follow(message)
+
+
+def _of_a_rank(options: dict[str, Any], split: Split) -> dict[str, Any]:
+    """Options of one rank. Stages of a pipeline have different windows, so their KV is in one group."""
+    if split.pipeline == 1:
+        return options
+    return {**options, "split_kv": False, "capture": None}
+
+
+def _check(config: Config) -> None:
+    """Raise `ConfigError` for settings that several ranks do not go with.
+
+    `UnknownNameError`: there are no such collectives.
+    """
+    parallel = config.parallel
+    if parallel.tensor > 1 and parallel.pipeline > 1:
+        raise ConfigError(
+            f"parallel.tensor = {parallel.tensor} with parallel.pipeline = {parallel.pipeline}: ranks share "
+            "the layers or deal them, not both: set one of them to 1"
+        )
+    if parallel.whole_experts and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.whole_experts deals experts to the ranks of parallel.tensor: set that to 2"
+        )
+    if parallel.backend not in OWN_COLLECTIVES:
+        registry("collectives").get(parallel.backend)
+    if config.kv.has_tiers:
+        raise ConfigError(
+            "kv.host_gb, kv.disk_gb and kv.remote_url keep whole blocks, and each rank has a part of them: "
+            "leave them out, or set parallel.tensor and parallel.pipeline to 1"
+        )
+    if config.kv.approximate_reuse:
+        raise ConfigError("kv.approximate_reuse moves KV on one rank only: leave it out with parallel.*")
+    if usable_device(config.model.device).type != "cpu":
+        raise ConfigError(
+            f"model.device = {config.model.device}: several ranks run on a CPU so far: set it to cpu"
+        )
