@@ -19,11 +19,13 @@ from sagellm.cli._settings import Settings
 from sagellm.cli.doctor import LocalDevice, devices, read_meminfo
 from sagellm.comm.interconnect.ascend import Ascend
 from sagellm.comm.interconnect.vendor import VendorInterconnect
+from sagellm.comm.topology.manager import SystemTopology, read_recorded
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.comm.interconnect.emulated_vendor import FREE_BYTES, NUM_DEVICES, EmulatedVendor
+from tests.comm.topology.recorded import gpus, spaced_matrix
 from tests.engines.native.test_quantized_checkpoints import save_pair
 from tests.tiny_models import save_tiny
 from tests.toy_tokenizers import byte_level
@@ -332,3 +334,26 @@ def test_other_vendors_chips_are_devices_and_a_missing_package_is_named(
     assert [device.name for device in found] == [f"npu:{index}" for index in range(NUM_DEVICES)]
     assert found[1].free_bytes == FREE_BYTES - 1
     assert found[0].description == "Huawei Ascend, links HCCS"
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "label", "said"),
+    [
+        (1000, "NV18", "no division needed: weights and one request of full length fit cuda:0"),
+        (1, "NV18", "division: parallel.tensor: 2 on cuda:0, cuda:1, since their own links join them all"),
+        (1, "SYS", "division: parallel.pipeline: 2 on cuda:0, cuda:1, since no faster links than PCIe"),
+        (0, "NV18", "fit no division of 4 devices"),
+    ],
+)
+def test_several_devices_get_a_division(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, free_mb: int, label: str, said: str
+) -> None:
+    free = free_mb * 1_000_000
+    machine = [LocalDevice(f"cuda:{i}", "a GPU", free, free) for i in range(4)]
+    machine.append(LocalDevice("cpu", "a CPU", 8 << 30, 8 << 30))
+    topology = read_recorded([("nvidia-smi", spaced_matrix(gpus(4), lambda i, j: label))])
+    monkeypatch.setattr(doctor, "devices", lambda *, has_torch: machine)
+    monkeypatch.setattr(SystemTopology, "detect", lambda self: topology)
+    result = cli("doctor", "--port", "0", "--device", "cpu", "--max-model-len", "64")
+    assert result.exit_code == 0, result.stdout
+    assert said in result.stdout

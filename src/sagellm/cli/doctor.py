@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sagellm import __version__
+from sagellm.cli._division import division_line
 from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
@@ -79,7 +80,7 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     _report_port(config)
     named = config.model.device
     matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
-    is_known = _report_fit(config, (matching or found)[0])  # the first one for auto
+    is_known = _report_fit(config, (matching or found)[0], found)  # the first one for auto
     print(
         "\nready to serve"
         if is_known
@@ -136,7 +137,7 @@ def _report_port(config: Config) -> None:
     _line("address", f"{where} {state}")
 
 
-def _report_fit(config: Config, device: LocalDevice) -> bool:
+def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice]) -> bool:
     """Print how the configured model fits. Raises `ModelError` if it cannot be served; returns whether it
     is on this machine.
     """
@@ -154,8 +155,8 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
         print(f"  {name}: no such folder, and not in the local cache; sagellm pull {name} fetches it")
         return False
     shown = name or "the demo model"
-    found = {"name": name or str(DEMO_MODEL), "offline": True}
-    config = config.model_copy(update={"model": config.model.model_copy(update=found)})
+    located = {"name": name or str(DEMO_MODEL), "offline": True}
+    config = config.model_copy(update={"model": config.model.model_copy(update=located)})
     try:
         size = model_footprint(config)
         _print_size(shown, size)
@@ -181,6 +182,11 @@ def _report_fit(config: Config, device: LocalDevice) -> bool:
         print(f"    room for one request of at most {tokens} of the {context} tokens that the model takes")
     else:
         print(f"    room for {tokens // context} requests of {context} tokens at once")
+    free_bytes = {each.name: each.free_bytes for each in found if each.name != "cpu"}
+    if len(free_bytes) > 1:
+        from sagellm.comm.topology.manager import SystemTopology
+
+        print(f"    {division_line(config, size, free_bytes, SystemTopology().detect())}")
     return True
 
 
