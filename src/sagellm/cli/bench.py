@@ -157,6 +157,15 @@ _add_micro(
     Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
     """,
 )
+_add_micro(
+    "topology",
+    "manager",
+    "Only system; default: system.",
+    """Measure how long reading a topology takes, and choosing by it.
+
+    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
+    """,
+)
 
 
 @command

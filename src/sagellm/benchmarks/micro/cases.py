@@ -150,7 +150,8 @@ class MicroBenchPlan:
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
-    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds.
+    save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
+    of a host whose topology is read, with as many NICs.
     """
 
     variants: tuple[str, ...]
@@ -168,6 +169,7 @@ class MicroBenchPlan:
     layers: int = 12
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
+    devices: tuple[int, ...] = (8, 72)
     rounds: int = 3
     repeats: int = 100
     seed: int = 0
@@ -182,6 +184,11 @@ class MicroBenchPlan:
         odd = [size for size in self.sizes if size < BLOCK_SIZE or size % (2 * BLOCK_SIZE)]
         if odd:
             raise ConfigError(f"prompt sizes must be multiples of {2 * BLOCK_SIZE} tokens, got {odd[0]}")
+
+    @property
+    def one_machine(self) -> tuple[int, ...]:
+        """The size of what has none."""
+        return (1,)
 
     @property
     def caches(self) -> tuple[int, ...]:
@@ -203,6 +210,7 @@ class MicroBenchPlan:
             layers=1,
             paths=(1024,),
             moved_mb=64,
+            devices=(8,),
             rounds=1,
             repeats=min(self.repeats, 20),
         )
