@@ -123,7 +123,7 @@ class _Peer:
 
 
 def _cpu_s(process: str) -> float:
-    """What the threads of a process have run; 0 where the system does not tell."""
+    """Seconds that the threads of a process have run; 0 if unknown."""
     tasks = (Path("/proc") / process / "task").glob("*/schedstat")
     return sum(int(task.read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
 
