@@ -104,7 +104,7 @@ def test_who_does_chunks_is_measured(
     kernel: FusedKernel, torch_is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([2.0, 1.0] if torch_is_slow else [1.0, 2.0])  # torch is asked first
-    monkeypatch.setattr(attention, "cpu_s", lambda run, _: (run(), next(times))[1])
+    monkeypatch.setattr(attention, "device_s", lambda device, run, _: (run(), next(times))[1])
     plan = attention_planner(pool(), HEADS, kernel, kernel).plan((), (), [Span(0, 3, 0, [0])], None)
     assert (plan.kernel is None) != torch_is_slow
     assert bool(plan.prefill) != torch_is_slow
