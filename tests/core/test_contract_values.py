@@ -41,7 +41,7 @@ def test_every_module_has_a_contract_that_explains_itself(module: str) -> None:
 
 
 def link(source: str, target: str, bandwidth: float = 1e9, latency: float = 1e-6) -> Link:
-    return Link(source, target, LinkKind.PCIE, bandwidth, latency, Confidence.ASSUMED)
+    return Link(source, target, LinkKind.PIX, bandwidth, latency, "test", Confidence.ASSUMED)
 
 
 def test_a_link_costs_latency_and_bytes() -> None:
@@ -54,13 +54,24 @@ def test_an_impossible_link_is_refused(bandwidth: float, latency: float) -> None
         link("a", "b", bandwidth, latency)
 
 
-def test_of_parallel_links_the_widest_counts() -> None:
+def test_a_topology_has_one_link_for_each_direction() -> None:
     devices = (Device("a", DeviceKind.CPU), Device("b", DeviceKind.GPU))
-    info = TopologyInfo(devices, (link("a", "b", 1.0), link("a", "b", 2.0), link("b", "a", 3.0)))
+    info = TopologyInfo(devices, (link("a", "b", 2.0), link("b", "a", 3.0)))
     found = info.link("a", "b")
     assert found is not None
     assert found.bandwidth_bytes_per_s == 2.0
     assert info.link("b", "b") is None
+    with pytest.raises(ValueError, match="two links in one direction"):
+        TopologyInfo(devices, (link("a", "b", 1.0), link("a", "b", 2.0)))
+    with pytest.raises(ValueError, match="names c"):
+        TopologyInfo(devices, (link("a", "c"),))
+    with pytest.raises(ValueError, match="no device 'c': there are a, b"):
+        info.device("c")
+
+
+def test_nan_is_no_bandwidth() -> None:
+    with pytest.raises(ValueError, match="a -> b"):
+        link("a", "b", float("nan"))
 
 
 def test_a_task_does_not_wait_for_itself_and_lasts() -> None:

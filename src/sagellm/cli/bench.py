@@ -157,6 +157,15 @@ _add_micro(
     """,
 )
 _add_micro(
+    "topology",
+    "manager",
+    "Only system; default: system.",
+    """Measure how long reading a topology takes, and choosing by it.
+
+    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
+    """,
+)
+_add_micro(
     "parallel",
     "backend",
     "shared_memory, gloo or both, as a,b; default: both.",

@@ -20,6 +20,7 @@ from sagellm.cli import (
     run,
     serve,
     simulate,
+    topo,
     trace,
     verify,
     vllm,
@@ -41,6 +42,7 @@ def version() -> None:
 
 
 app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
+app.add(topo.topo)
 app.add(watch.watch)
 app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
 app.add(verify.verify)

@@ -151,7 +151,7 @@ class MicroBenchPlan:
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
     save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `buffers_kb` are what ranks
-    reduce and exchange.
+    reduce and exchange. `devices` are accelerators of a host whose topology is read, with as many NICs.
     """
 
     variants: tuple[str, ...]
@@ -170,6 +170,7 @@ class MicroBenchPlan:
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
     buffers_kb: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+    devices: tuple[int, ...] = (8, 72)
     rounds: int = 3
     repeats: int = 100
     seed: int = 0
@@ -184,6 +185,11 @@ class MicroBenchPlan:
         odd = [size for size in self.sizes if size < BLOCK_SIZE or size % (2 * BLOCK_SIZE)]
         if odd:
             raise ConfigError(f"prompt sizes must be multiples of {2 * BLOCK_SIZE} tokens, got {odd[0]}")
+
+    @property
+    def one_machine(self) -> tuple[int, ...]:
+        """The size of what has none."""
+        return (1,)
 
     @property
     def caches(self) -> tuple[int, ...]:
@@ -206,6 +212,7 @@ class MicroBenchPlan:
             paths=(1024,),
             moved_mb=64,
             buffers_kb=(1, 64, 1024),
+            devices=(8,),
             rounds=1,
             repeats=min(self.repeats, 20),
         )

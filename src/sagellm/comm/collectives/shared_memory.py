@@ -89,7 +89,11 @@ class SharedMemoryBackend:
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
         self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
         self.one_shot_bytes = self._region.layout.one_shot_bytes
-        self.is_native = self._region.join(has_kernel=library is not None)
+        try:
+            self.is_native = self._region.join(has_kernel=library is not None)
+        except BaseException:
+            self._region.close()
+            raise
         self._kernel: Kernel
         if library is not None and self.is_native:
             self._kernel = NativeKernel(library, self._region, self._stalled)
