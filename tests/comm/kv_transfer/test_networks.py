@@ -359,3 +359,22 @@ def test_reading_a_little_at_a_time(scene: Scene, num_bytes: int, monkeypatch: p
     assert scene.send().status is TransferStatus.DONE
     assert scene.proxy.num_connections == 1
     scene.check()
+
+
+@pytest.mark.parametrize("num_fds", [0, 1, 2])
+def test_a_stranger_shares_no_memory(num_fds: int) -> None:
+    """Descriptors that come without the key are closed."""
+    target = Instance("a", SharedMemoryTransport(KEY))
+    path = str(target.channel._transport.address()["path"])
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(path)
+        stranger.settimeout(10)
+        assert len(stranger.recv(40, socket.MSG_WAITALL)) == 40
+        if num_fds:
+            socket.send_fds(stranger, [bytes(76)], [0] * num_fds)
+        else:
+            stranger.sendall(bytes(76))
+        assert _received(stranger) == b""
+    until(lambda: len(os.listdir("/proc/self/fd")) == before, target)  # noqa: PTH208
+    target.channel.close()

@@ -132,3 +132,15 @@ def test_address_of_a_gpu_in_sysfs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     assert block_bytes._pci_address(torch.device("cuda:0")) == "0000:3b:00.0"
+
+
+def test_views_are_the_blocks_themselves() -> None:
+    pools = [torch.arange(60, dtype=torch.uint8).view(5, 12), torch.arange(40, dtype=torch.uint8).view(5, 8)]
+    blocks = PoolBytes(pools)
+    read = bytearray(3 * blocks.bytes_per_block)
+    blocks.read_blocks([4, 0, 2], memoryview(read))
+    assert b"".join(blocks.views([4, 0, 2])) == read
+    blocks.views([3])[1][:] = bytes(8)
+    assert not pools[1][3].any()
+    assert blocks.has_views
+    assert not PoolBytes([pools[0][:, :6]]).has_views, "rows with gaps have none"

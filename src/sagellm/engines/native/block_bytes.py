@@ -36,6 +36,7 @@ class PoolBytes:
         self.numa_node: int | None = None
         self._device = pools[0].device
         self._arrays: list[Rows] = []
+        self._flat: list[memoryview] = []
         self._module: Any = None
         self._stream: Any = None
         if self._device.type != "cpu":
@@ -45,7 +46,8 @@ class PoolBytes:
             self.numa_node = None if address is None else node_of_pci(address)
         else:
             self._arrays = [pool.numpy() for pool in self._pools]
-            self._flat = [array.data.cast("B") for array in self._arrays]
+            if all(array.flags.c_contiguous for array in self._arrays):
+                self._flat = [array.data.cast("B") for array in self._arrays]
 
     def views(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         """The memory of blocks, in the order of `read_blocks`: `BlockViews`, on a CPU only."""
@@ -58,7 +60,7 @@ class PoolBytes:
 
     @property
     def has_views(self) -> bool:
-        return self._stream is None
+        return bool(self._flat)
 
     def lock_pages(self, buffer: memoryview) -> None:
         if self._module is not torch.cuda:

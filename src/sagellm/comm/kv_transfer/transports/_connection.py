@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -155,10 +156,11 @@ class PeerSocket:
 
     def _into(self, views: list[memoryview]) -> int:
         if self.deadline_s is not None and self.sock.family == socket.AF_UNIX:
-            size, ancillary, *_ = self.sock.recvmsg_into(views[:1], socket.CMSG_SPACE(4))
+            room, flags = socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+            size, ancillary, *_ = self.sock.recvmsg_into(views[:1], room, flags)
             for _, kind, data in ancillary:
                 if kind == socket.SCM_RIGHTS:
-                    self.fds.append(int.from_bytes(data[:4], "little"))
+                    self.fds.extend(array("i", data[: len(data) // 4 * 4]))
             return size
         if len(views) == 1:
             return self.sock.recv_into(views[0])
