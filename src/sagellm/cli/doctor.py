@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from sagellm import __version__
-from sagellm.cli._division import division_line
 from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
+from sagellm.cli.division import division_line
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, ConfigError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
