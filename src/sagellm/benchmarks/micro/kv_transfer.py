@@ -23,9 +23,9 @@ import numpy as np
 
 from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, OneArray, TransferNode
-from sagellm.benchmarks.process import child_environment
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.core.errors import BookkeepingError, UnknownNameError
+from sagellm.core.processes import child_environment
 from sagellm.core.protocols.kv_transfer import KVPath, TransferStatus
 from sagellm.core.types import Namespace, Tokens
 
