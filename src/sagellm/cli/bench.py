@@ -167,21 +167,21 @@ _add_micro(
     """,
 )
 _add_micro(
-    "topology",
-    "manager",
-    "Only system; default: system.",
-    """Measure how long reading a topology takes, and choosing by it.
-
-    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
-    """,
-)
-_add_micro(
     "collectives",
     "ranks",
     "Numbers of ranks, 2 to 4, as a,b; default: 2.",
     """Measure collectives in shared memory beside gloo, from 1 KB to 64 MB, on ranks of this host.
 
     Sections: r, all_reduce, beside two copies of the buffer; o, the other operations. Times are wall time.
+    """,
+)
+_add_micro(
+    "topology",
+    "manager",
+    "Only system; default: system.",
+    """Measure how long reading a topology takes, and choosing by it.
+
+    Sections: d, this machine; r, texts of hosts with 8 and 72 accelerators; p, the best group and path.
     """,
 )
 

@@ -170,8 +170,8 @@ class MicroBenchPlan:
     layers: int = 12
     paths: tuple[int, ...] = (1024, 32768)
     moved_mb: int = 1024
-    devices: tuple[int, ...] = (8, 72)
     buffers_kb: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+    devices: tuple[int, ...] = (8, 72)
     rounds: int = 3
     tasks: tuple[int, ...] = (64, 1024, 8192)
     pieces: int = 32
@@ -215,8 +215,8 @@ class MicroBenchPlan:
             layers=1,
             paths=(1024,),
             moved_mb=64,
-            devices=(8,),
             buffers_kb=(1, 64, 1024),
+            devices=(8,),
             rounds=1,
             tasks=(64,),
             pieces=16,

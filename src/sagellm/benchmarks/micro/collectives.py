@@ -58,7 +58,7 @@ def _rows(
     letter: str, kind: CollectiveKind, num_bytes: int, variant: str, ways: Mapping[str, list[float]]
 ) -> Iterator[MicroBenchRow]:
     def row(case: str, unit: str, value: float) -> MicroBenchRow:
-        return MicroBenchRow(letter, f"{kind.value}: {case}", num_bytes // KB, variant, unit, round(value, 3))
+        return MicroBenchRow(letter, f"{kind.value}: {case}", num_bytes // KB, variant, unit, round(value, 6))
 
     for way in (*WAYS[kind], AUTO, BF16, INT8, COPY_WHOLE, COPY_SLOT):
         if way in ways:

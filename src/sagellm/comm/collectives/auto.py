@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from sagellm.comm.collectives._buffers import FinishedWork, check_group
-from sagellm.comm.collectives.metrics import CollectiveKind, CommMeter
+from sagellm.comm.collectives.metrics import CollectiveCount, CollectiveKind, CommMeter
 from sagellm.comm.collectives.selection import ONE_SHOT, TORCH, TWO_SHOT, SelectionTable
 from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
 from sagellm.comm.collectives.torch_distributed import TIMEOUT_S, TorchDistributedBackend
@@ -34,7 +35,7 @@ from sagellm.core.protocols.collectives import (
 )
 
 BUCKET_BYTES = 25 << 20
-_SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}
+_SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}  # 0: torch
 
 
 class AutoBackend:
@@ -59,9 +60,13 @@ class AutoBackend:
         check_group(rank, world_size)
         self.rank, self.world_size = rank, world_size
         self._clock = clock or MonotonicClock()
+        self._now = self._clock.now
         self.meter = CommMeter(self._clock, world_size)
+        self._all_reduces = self.meter.counts[CollectiveKind.ALL_REDUCE] = CollectiveCount()
         settings = _settings_of_rank_0(rank, store, table, bucket_bytes)
         self.table, self._bucket_bytes = SelectionTable.of_json(settings["table"]), settings["bucket_bytes"]
+        self._shot_sizes, ways = self.table.rows[CollectiveKind.ALL_REDUCE]
+        self._shots = [_SHOTS.get(way, 0) for way in ways]
         self.torch = TorchDistributedBackend(
             rank, world_size, c10d.PrefixStore("torch", store), backend=backend, timeout_s=timeout_s
         )
@@ -78,14 +83,19 @@ class AutoBackend:
         *,
         wire: WireFormat = WireFormat.EXACT,
     ) -> Work:
-        kind = CollectiveKind.ALL_REDUCE
+        kind, num_bytes, shared = CollectiveKind.ALL_REDUCE, buffer.nbytes, self.shared
         if wire != WireFormat.EXACT:
-            return self._timed(kind, buffer.nbytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
-        way = self._way(kind, buffer, buffer.nbytes)
-        if self.shared is None or way == TORCH:
-            return self._timed(kind, buffer.nbytes, self.torch.all_reduce, buffer, op)
-        shared, shots = self.shared, _SHOTS[way]
-        return self._timed(kind, buffer.nbytes, shared.all_reduce, buffer, op, num_shots=shots)
+            return self._timed(kind, num_bytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
+        shots = self._shots[bisect_left(self._shot_sizes, num_bytes)]
+        if shared is None or not shots or not buffer.is_cpu:
+            return self._timed(kind, num_bytes, self.torch.all_reduce, buffer, op)
+        began_s = self._now()  # from here on few calls: a small buffer takes 5 us
+        work = shared.all_reduce(buffer, op, num_shots=shots)
+        count = self._all_reduces
+        count.num_calls += 1
+        count.num_bytes += num_bytes
+        count.seconds += self._now() - began_s
+        return work
 
     def all_reduce_many(self, buffers: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
         works = [self._reduce_bucket(bucket, op) for bucket in _buckets(buffers, self._bucket_bytes)]

@@ -19,7 +19,7 @@ from sagellm.comm.collectives._buffers import Broken
 from sagellm.comm.collectives.shared_kernels import Kernel
 from sagellm.comm.collectives.shared_region import CELL_HEADER, MOST_CELLS, SharedRegion
 from sagellm.core.clock import Clock
-from sagellm.core.errors import CommError
+from sagellm.core.errors import BookkeepingError, CommError
 from sagellm.core.protocols.collectives import WorkStatus
 
 _READ_AT = 128
@@ -186,6 +186,16 @@ class Mailboxes:
         if not self.num_pending:
             self._moved_s = self._clock.now()
         self.num_pending += 1
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where the counts contradict each other."""
+        pending = [work for peer in self._peers for work in peer.pending()]
+        if len(pending) != self.num_pending or any(work.status is not WorkStatus.PENDING for work in pending):
+            raise BookkeepingError(f"{self.num_pending} messages are said to be pending, {len(pending)} are")
+        for rank, peer in enumerate(self._peers):
+            message = peer.arriving
+            if message is not None and message.num_bytes >= len(message.memory):
+                raise BookkeepingError(f"a message from rank {rank} is whole and was not delivered")
 
     def _check_peer(self, work: MessageWork, waited_s: float) -> None:
         reason = self._region.why_broken() or self._region.why_unable(work.peer)

@@ -2,8 +2,8 @@
 
     python -m sagellm.comm.collectives.measure --ranks 2 --output table.json
 
-Ways take turns in every round, so that other load of the machine affects all alike. A time is that of the
-slowest rank, from a barrier on.
+Ways take turns in every round, in an order that is drawn, so that other load of the machine affects all
+alike. A time is that of the slowest rank, from a barrier on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import math
 import mmap
 import multiprocessing
+import os
+import random
 import statistics
 import tempfile
 import time
@@ -128,6 +130,17 @@ def _run_rank(answers: Connection, rank: int, world_size: int, path: str, plan: 
         answers.send(CommError(f"{type(error).__name__}: {error}"))
 
 
+def _cpus_of(rank: int, world_size: int) -> tuple[set[int], set[int]]:
+    """CPUs of a rank's thread in shared memory, and in torch.
+
+    In shared memory each rank has a CPU of its own if there are enough, as a launcher sets it: else other
+    load moves two ranks to one CPU, where each waits until the other is scheduled. In torch a rank may use
+    all, since its thread waits for gloo's.
+    """
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return ({sorted(cpus)[rank]} if len(cpus) >= world_size else cpus), cpus
+
+
 def _timed_size(
     group: AutoBackend, kind: CollectiveKind, num_bytes: int, plan: MeasurementPlan
 ) -> dict[str, list[float]]:
@@ -149,12 +162,14 @@ def _timed_size(
             copy()
     names = [*calls, *limits]
     num_rounds = plan.rounds_of(num_bytes)
+    own_cpu, all_cpus = _cpus_of(group.rank, group.world_size)
     seconds = torch.zeros(len(names), num_rounds, dtype=torch.float64)
     for turn in range(num_rounds):
         buffers.fill(group.rank)
-        for place in range(len(names)):
-            index = (place + turn) % len(names)
+        for index in random.Random(turn).sample(range(len(names)), len(names)):  # alike on all ranks
             name = names[index]
+            if own_cpu != all_cpus:
+                os.sched_setaffinity(0, all_cpus if name == TORCH else own_cpu)
             group.shared.barrier().wait()
             began_s = time.perf_counter()
             if name in calls:
@@ -162,6 +177,8 @@ def _timed_size(
             else:
                 limits[name]()
             seconds[index, turn] = time.perf_counter() - began_s
+    if own_cpu != all_cpus:
+        os.sched_setaffinity(0, all_cpus)
     slowest = torch.empty(group.world_size, *seconds.shape, dtype=torch.float64)
     group.shared.all_gather(slowest, seconds).wait()
     return dict(zip(names, slowest.amax(0).tolist(), strict=True))

@@ -30,6 +30,7 @@ namespace {
 
 constexpr int32_t OK = 0, STALLED = 1, DISAGREE = 2;
 constexpr int32_t MOST_RANKS = 64;
+constexpr int32_t PATIENCE = 50;
 
 // 128 bytes: x86 fetches lines in pairs.
 struct alignas(128) Flag {
@@ -99,8 +100,8 @@ bool reached(const Flag &flag, uint32_t count) {
 }
 
 // Spins for a moment, yields the core for a while, then sleeps once: the other rank may need this core.
-bool arrives(const Group *g, Flag &flag, uint32_t count) {
-    for (int32_t turn = 0; turn < g->spins; turn++) {
+bool arrives(const Group *g, Flag &flag, uint32_t count, int32_t spins) {
+    for (int32_t turn = 0; turn < spins; turn++) {
         if (reached(flag, count)) return true;
         relax();
     }
@@ -125,8 +126,10 @@ void once(Group *g, const Action &action) {
 
 bool wait_for_all(Group *g, Flag Flags::*which, uint32_t step) {
     if (g->stage++ < g->done) return true;
+    // In the middle of a large buffer the others are at work: a rank that yields may lose the core for milliseconds.
+    const int32_t spins = step == g->step ? g->spins : PATIENCE * g->spins;
     for (int32_t rank = 0; rank < g->world; rank++)
-        if (rank != g->rank && !arrives(g, flags(g, rank).*which, step + 1)) return g->waiting_for = rank, false;
+        if (rank != g->rank && !arrives(g, flags(g, rank).*which, step + 1, spins)) return g->waiting_for = rank, false;
     g->done = g->stage;
     return true;
 }

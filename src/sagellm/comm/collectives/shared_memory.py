@@ -89,7 +89,11 @@ class SharedMemoryBackend:
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
         self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
         self.one_shot_bytes = self._region.layout.one_shot_bytes
-        self.is_native = self._region.join(has_kernel=library is not None)
+        try:
+            self.is_native = self._region.join(has_kernel=library is not None)
+        except BaseException:
+            self._region.close()
+            raise
         self._kernel: Kernel
         if library is not None and self.is_native:
             self._kernel = NativeKernel(library, self._region, self._stalled)
@@ -102,7 +106,8 @@ class SharedMemoryBackend:
     ) -> FinishedWork:
         """`num_shots` is chosen by size unless it is given, the same on all ranks."""
         op = check_reducible(buffer, op)
-        self._begin(buffer)
+        if self._broken.reason is not None or self._boxes.num_pending or not buffer.is_cpu:
+            self._begin(buffer)  # small buffers notice the cost of a call
         shots = num_shots or (1 if buffer.nbytes <= self.one_shot_bytes else 2)
         if buffer.is_contiguous():
             return self._carry_out(self._kernel.all_reduce, buffer, op, shots)
@@ -182,7 +187,8 @@ class SharedMemoryBackend:
             self._region.close()
 
     def _check(self, *buffers: torch.Tensor) -> None:
-        self._broken.check()
+        if self._broken.reason is not None:
+            self._broken.check()
         for buffer in buffers:
             if not buffer.is_cpu:
                 raise ValueError(
@@ -191,7 +197,6 @@ class SharedMemoryBackend:
 
     def _begin(self, *buffers: torch.Tensor) -> None:
         self._check(*buffers)
-        self._awaited = _NOTHING
         if self._boxes.num_pending:
             self._boxes.finish()
 

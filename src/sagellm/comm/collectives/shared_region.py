@@ -179,7 +179,8 @@ class SharedRegion:
 def _created(store: RendezvousStore, layout: RegionLayout) -> tuple[int, int, RegionLayout]:
     fd = os.memfd_create("sagellm-collectives", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, layout.total_bytes)
+        os.ftruncate(fd, layout.total_bytes)
+        os.posix_fallocate(fd, 0, layout.rings_at)  # rings that are never used take no memory
     except OSError as error:
         os.close(fd)
         raise CapacityError(
