@@ -53,7 +53,7 @@ MATRICES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "prefix", "count", "label"), MATRICES, ids=lambda value: str(value)[:40]
+    ("name", "file", "prefix", "count", "label"), MATRICES, ids=[row[1] for row in MATRICES]
 )
 def test_edges_between_chips(name: str, file: str, prefix: str, count: int, label: Label) -> None:
     info = recorded(name, file)

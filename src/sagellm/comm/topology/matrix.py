@@ -82,15 +82,17 @@ def _rows(lines: Sequence[str], names: Sequence[str], headings: Sequence[str]) -
             raise ValueError(f"row {words[0]} has {len(words) - 1} cells for {len(names)} columns")
         seen.add(words[0])
         row = _Row(words[0], words[1 : len(names) + 1])
-        rest = _behind(line, len(names) + 1)
+        rest = _behind(line, words[: len(names) + 1])
         row.affinity, row.is_ambiguous = _by_heading(rest, headings)
         yield row
 
 
-def _behind(line: str, num_words: int) -> str:
+def _behind(line: str, words: Sequence[str]) -> str:
     """The line behind its first words."""
-    match = re.match(rf"\s*(?:\S+\s+){{{num_words - 1}}}\S+", line)
-    return line[match.end() :] if match else ""
+    end = 0
+    for word in words:
+        end = line.index(word, end) + len(word)
+    return line[end:]
 
 
 def _by_heading(rest: str, headings: Sequence[str]) -> tuple[dict[str, str], bool]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sagellm.core.protocols.topology import Confidence, Link, LinkKind, TopologyInfo
 
 TEST = "p2pBandwidthLatencyTest"
-_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth .*\(GB/s\)", re.IGNORECASE)
-_LATENCY = re.compile(r"P2P=Enabled Latency .*\(us\)", re.IGNORECASE)
+_BANDWIDTH, _LATENCY = "Unidirectional P2P=Enabled Bandwidth", "P2P=Enabled Latency"
 
 
 def parse_p2p(text: str) -> dict[tuple[str, str], tuple[float, float | None]]:
@@ -54,10 +52,10 @@ def with_measured(
     return replace(info, links=tuple(links.values()), missing=missing)
 
 
-def _matrix(text: str, title: re.Pattern[str]) -> dict[tuple[str, str], float]:
+def _matrix(text: str, title: str) -> dict[tuple[str, str], float]:
     lines = iter(text.splitlines())
     for line in lines:
-        if title.fullmatch(line.strip()):
+        if line.strip().startswith(title):
             return dict(_cells(lines))
     return {}
 
