@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,47 @@ def test_one_that_does_not_end_is_killed(groups: list[ProcessGroup]) -> None:
     groups[0].close(grace_s=0.1)
     assert not is_alive(groups[0].pids[0])
     assert groups[0].failure is None
+
+
+def test_a_child_imports_nothing_from_the_current_folder(
+    tmp_path: Path, groups: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    file = str(tmp_path / "file")
+    groups.append(ProcessGroup.start([Role("rank 1", f"{HERE}:echo", {"file": file})]))
+    groups[0].send(b"here")
+    groups[0].close(LONG_S)
+    assert Path(file).read_bytes() == b"here"
+
+
+def test_a_signal_to_all_processes_leaves_the_end_to_the_parent(
+    tmp_path: Path, groups: list[ProcessGroup]
+) -> None:
+    file = str(tmp_path / "file")
+    groups.append(ProcessGroup.start([Role("rank 1", f"{HERE}:echo", {"file": file})]))
+    groups[0].send(b"first")
+    wait_until(lambda: Path(file).exists() and Path(file).stat().st_size > 0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(groups[0].pids[0], number)
+    groups[0].send(b" second")
+    groups[0].close(LONG_S)
+    assert Path(file).read_bytes() == b"first second"
+
+
+def test_a_child_that_reads_nothing_does_not_hold_up_the_end(groups: list[ProcessGroup]) -> None:
+    groups.append(ProcessGroup.start([Role("rank 1", f"{HERE}:sleep")]))
+    os.kill(groups[0].pids[0], signal.SIGSTOP)
+
+    def send() -> None:
+        with suppress(EngineFailedError, OSError, ValueError):
+            groups[0].send(bytes(10_000_000))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    closer = threading.Thread(target=groups[0].close, args=(0.2,))
+    closer.start()
+    closer.join(LONG_S)
+    sender.join(LONG_S)
+    assert not closer.is_alive()
+    assert not sender.is_alive()

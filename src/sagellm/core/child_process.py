@@ -58,7 +58,10 @@ def read_message(source: BinaryIO) -> bytes | None:
 
 def main() -> int:
     """Run the entry; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
+    # They reach the parent too, which ends its children, at once or after it has served what runs.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     source = os.fdopen(os.dup(0), "rb")
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
         os.dup2(nothing.fileno(), 0)

@@ -148,12 +148,12 @@ class ProcessGroup:
             self._on_failure(self.failure)
 
     def _end(self, grace_s: float) -> None:
+        timer = threading.Timer(grace_s, self._kill)
+        timer.daemon = True
+        timer.start()  # first: a thread that sends to a child that does not read holds up `close`
         for child in self._children:
             with suppress(OSError):  # what was not sent yet has no reader any more
                 child.input.close()
-        timer = threading.Timer(grace_s, self._kill)
-        timer.daemon = True
-        timer.start()
         for child in self._children:
             child.process.wait()
         timer.cancel()
@@ -165,7 +165,7 @@ class ProcessGroup:
 
 def _started(role: Role) -> _Child:
     process = subprocess.Popen(
-        [sys.executable, "-m", "sagellm.core.child_process"],
+        [sys.executable, "-P", "-m", "sagellm.core.child_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

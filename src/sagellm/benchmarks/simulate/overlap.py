@@ -6,6 +6,7 @@ The cost model prices whole steps; here all layers of a step take the same share
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -34,8 +35,8 @@ class PrefillCase:
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.chunk < 1 or self.num_cached < 0:
             raise ConfigError("a prompt and a chunk have at least 1 token, and 0 or more are cached")
-        if self.network_bytes_per_s is not None and self.network_bytes_per_s <= 0:
-            raise ConfigError("a network moves more than 0 bytes per second")
+        if self.network_bytes_per_s is not None and not 1 <= self.network_bytes_per_s < math.inf:
+            raise ConfigError("a network moves 1 byte per second or more, and not infinitely many")
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -109,9 +110,12 @@ def micro_batches(case: PrefillCase) -> OverlapEstimate:
     alone_s = 0.0
     for start, number in case.chunks:
         half = (number + 1) // 2
-        step_s, sums_s = cost.step_s(StepShape(prefills=((start, half),))), cost.collectives_s(half, half)
-        compute_s += [(step_s - sums_s) / stages] * stages
-        comm_s += [sums_s / stages] * stages
+        halves = [(start, half), (start + half, number - half)] if number > 1 else [(start, half)]
+        steps_s = sum(cost.step_s(StepShape(prefills=(each,))) for each in halves)
+        sums_s = sum(cost.collectives_s(tokens, tokens) for _, tokens in halves)
+        # Of each half alike: the second attends to the first, too, and the sum of both is what counts.
+        compute_s += [(steps_s - sums_s) / (2 * stages)] * stages
+        comm_s += [sums_s / (2 * stages)] * stages
         alone_s += cost.step_s(StepShape(prefills=((start, number),)))
     title = f"{case.num_tokens} tokens in two micro-batches on {cost.num_devices} devices"
     return _estimate(title, ping_pong(compute_s, comm_s), alone_s)

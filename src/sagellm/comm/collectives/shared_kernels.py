@@ -175,9 +175,10 @@ class NativeKernel:
         """Carry an operation out. The kernel returns now and then from a long wait, and is called again."""
         outcome: int = function(self._at, *arguments)
         while outcome == _STALLED:
-            if self._stalled(self._group.waiting_for):
+            is_over = self._stalled(self._group.waiting_for)
+            outcome = function(self._at, *arguments)  # the rank may have done its part before it left
+            if is_over and outcome == _STALLED:
                 return Outcome.ABORTED
-            outcome = function(self._at, *arguments)
         return outcome
 
     def submitted(self) -> list[Submitted]:

@@ -134,8 +134,10 @@ bool wait_for_all(Group *g, Flag Flags::*which, uint32_t step) {
     return true;
 }
 
+// `out` keeps up with the steps of operations that do not use it: after 2^31 of them an old count would look ahead.
 int32_t ended(Group *g, uint32_t steps, int32_t outcome) {
     g->step += steps, g->done = 0;
+    flags(g, g->rank).out.count.store(g->step, std::memory_order_release);
     return outcome;
 }
 

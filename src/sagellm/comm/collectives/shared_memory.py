@@ -85,6 +85,8 @@ class SharedMemoryBackend:
         self._timeout_s, self._clock = timeout_s, clock or MonotonicClock()
         self._broken = Broken()
         self._awaited, self._awaited_since_s = _NOTHING, 0.0
+        self._reason = ""
+        """Why the last long wait was given up."""
         library = _library() if native else None
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
         self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
@@ -210,6 +212,7 @@ class SharedMemoryBackend:
             return _DONE
         if outcome == Outcome.DISAGREE:
             raise ValueError(self._disagreement())
+        self._give_up(self._reason)
         return FinishedWork(self._broken.reason)
 
     def _stalled(self, rank: int) -> bool:
@@ -221,8 +224,7 @@ class SharedMemoryBackend:
         reason = self._region.why_broken() or self._region.why_unable(rank)
         if reason is None and now_s - self._awaited_since_s > self._timeout_s:
             reason = f"rank {rank} has not answered for {self._timeout_s:g} s"
-        if reason is not None:
-            self._give_up(reason)
+        self._reason = reason or self._reason
         return reason is not None
 
     def _give_up(self, reason: str) -> None:

@@ -20,10 +20,11 @@ def interconnects() -> Iterator[tuple[str, DomesticCommBackend]]:
     for name in found.names():
         try:
             made: DomesticCommBackend = found.create(name)
+            device_type, _ = made.info.device_type, made.is_available()
         except Exception as error:  # noqa: BLE001 - no package may keep the engine from other devices
             log.warning("interconnect %r cannot be loaded: %s: %s", name, type(error).__name__, error)
             continue
-        if made.info.device_type != "cpu":
+        if device_type != "cpu":
             yield name, made
 
 
@@ -33,5 +34,6 @@ def interconnect_for(device_type: str) -> DomesticCommBackend | None:
     Several vendors' torch says "cuda"; None for that name means NVIDIA or AMD, which need no vendor's module.
     """
     known = [made for _, made in interconnects() if made.info.device_type == device_type]
-    usable = [made for made in known if made.is_available().has_device]
-    return next(iter(usable or (() if device_type == "cuda" else known)), None)
+    present = [made for made in known if made.is_available().has_device]
+    present.sort(key=lambda made: not made.is_available().usable)
+    return next(iter(present or (() if device_type == "cuda" else known)), None)

@@ -15,12 +15,13 @@ class MooreThreads(VendorInterconnect):
         torch_module="torch_musa",
         backend="mccl",
         visible_devices="MUSA_VISIBLE_DEVICES",
-        device_files=("dev/mtgpu.[0-9]*",),
+        device_files=("dev/mtgpu[0-9]*", "dev/mtgpu.[0-9]*"),
         topology_command=("mthreads-gmi", "topo", "-m"),
         topology_labels={"MT#": "so many MTLinks", **PCIE_LABELS},
         sources=(
             "torch_musa, README (musa, mccl)",
-            "torchada, README (MUSA_VISIBLE_DEVICES); FlagOS container instructions (device files)",
+            "torchada, README (MUSA_VISIBLE_DEVICES)",
+            "FlagOS container instructions, docs.mthreads.com (device files)",
             "no recorded output of mthreads-gmi topo -m: labels from descriptions",
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,7 @@ class VendorInterconnect:
 
     def is_available(self) -> Availability:
         patterns = self.info.device_files
-        if not any(any(self._root.glob(pattern)) for pattern in patterns):
+        if not any(any(self._root.glob(pattern.lstrip("/"))) for pattern in patterns):
             return Availability(False, f"no device: no file is named {' or '.join(patterns)}")
         for module in filter(None, ("torch", self.info.torch_module)):
             if not _is_installed(module):
@@ -45,7 +46,7 @@ class VendorInterconnect:
         return Availability(True, has_device=True)
 
     def device_count(self) -> int:
-        return int(self._torch().device_count())
+        return int(self._ask(self._torch().device_count))
 
     def set_device(self, index: int) -> None:
         module, count = self._torch(), self.device_count()
@@ -54,10 +55,10 @@ class VendorInterconnect:
                 f"{self.info.device_type}:{index}: {count} devices are visible, numbered from 0; "
                 f"{self.info.visible_devices} limits them"
             )
-        module.set_device(index)
+        self._ask(module.set_device, index)
 
     def memory_info(self, index: int) -> MemoryInfo:
-        free, total = self._torch().mem_get_info(index)
+        free, total = self._ask(self._torch().mem_get_info, index)
         return MemoryInfo(int(free), int(total))
 
     def init_process_group(
@@ -70,6 +71,20 @@ class VendorInterconnect:
         )  # fmt: skip
         return group
 
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What the vendor's torch says. Raises `ConfigError` where its driver fails."""
+        try:
+            return call(*arguments)
+        except (RuntimeError, OSError) as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        info, reason = self.info, str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ConfigError(
+            f"{info.torch_module or 'torch'} cannot be used for {info.vendor}: {reason}; "
+            "check that it matches the driver and this torch"
+        )
+
     def _torch(self) -> Any:
         """The vendor's counterpart of `torch.cuda`. Raises `ConfigError` where it cannot be had."""
         info, found = self.info, self.is_available()
@@ -81,11 +96,7 @@ class VendorInterconnect:
                 import_module(info.torch_module)
             return getattr(torch, info.device_type)
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(
-                f"{info.torch_module or 'torch'} cannot be used for {info.vendor}: {reason}; "
-                "check that it matches the driver and this torch"
-            ) from error
+            raise self._unusable(error) from error
 
 
 def _is_installed(module: str) -> bool:

@@ -29,6 +29,10 @@ def default_device() -> torch.device:
             try:
                 if chip.device_count():
                     return torch.device(chip.info.device_type)
+                log.warning(
+                    "%s: a chip is there, and this torch sees none: install the vendor's build of torch, or "
+                    "check %s", chip.info.vendor, chip.info.visible_devices,
+                )  # fmt: skip
             except ConfigError as error:
                 log.warning("%s", error)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

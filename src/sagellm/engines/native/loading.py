@@ -151,6 +151,11 @@ class CheckedModel:
         computed = torch_dtype(DTYPES[agreed(DTYPES.index(dtype_name(computed)))])
         packs = agreed(packing_is_faster(measured_set.linear, computed, wanted))
         linear = kernel_set.linear if packs else None
+        if packs and linear is None:  # its rows would be in another order than those of the first rank
+            raise KernelError(
+                "the first rank has the CPU kernels, and this one could not build them: start again, since "
+                "they are built by now"
+            )
         return WeightLoader(
             self.checkpoint,
             self.device,

@@ -81,8 +81,9 @@ class FirstRank(NativeBackend):
 
     def _begin(self, plan: ExecutionPlan) -> None:
         super()._begin(plan)
+        self._is_midway = True  # a rank may have the message when another one cannot be told
         self._ranks.announce(encode(plan, self._drawn))
-        self._drawn, self._is_midway = Drawn(), True
+        self._drawn = Drawn()
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         logits = super()._logits(plan)
@@ -112,14 +113,14 @@ class FollowingRank(NativeBackend):
         """Compute the step of a message. Raises what ends this rank."""
         plan, drawn = decode(message)
         self._rows.advance(*drawn)
-        try:
-            with self._current_device():
-                self._begin(plan)
+        with self._current_device():
+            self._begin(plan)  # the first rank has begun it, so an error here is a difference between ranks
+            try:
                 self._kv.copy_blocks(plan.copies)
                 if plan.num_tokens:
                     self._compute_logits(plan)
-        except PlanError:  # the first rank has met it too, before anything was computed
-            return
+            except PlanError:  # the first rank has met it too, before anything was computed
+                return
 
     def _compute_logits(self, plan: ExecutionPlan) -> None:
         scored = self._rows.scored(plan) if plan.prefills else ()
