@@ -126,7 +126,22 @@ def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dt
 def time_kernel(
     kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> dict[int, tuple[float, float]]:
-    """CPU seconds of torch and kernel by number of rows. `kernel` has one thread."""
+    """CPU seconds of torch and kernel by number of rows. `kernel` has one thread.
+
+    Measured once in a process, so that a model takes what `footprint` has told.
+    """
+    case = type(kernel), dtype, weight_dtype
+    if case not in _measured:
+        _measured[case] = _timed(kernel, dtype, weight_dtype)
+    return _measured[case]
+
+
+_measured: dict[tuple[type, torch.dtype, torch.dtype], dict[int, tuple[float, float]]] = {}
+
+
+def _timed(
+    kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> dict[int, tuple[float, float]]:
     dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
