@@ -62,13 +62,14 @@ class KVTransfers:
     def poll(self) -> Sequence[ReceivedKV]:
         """Move transfers on; returns what has come.
 
-        A step in flight is completed first if blocks are wanted here, since it may write to those that are
-        free now.
+        A step in flight is completed first if blocks are reserved or published here: it may write to those
+        that are free now, and what it has published may fail. What comes after that waits for the next call.
         """
-        if self.channel.wants_blocks:
+        may_take = self.channel.wants_blocks
+        if may_take:
             self.engine.drain()
             self._follow_steps()
-        for report in self.channel.poll():
+        for report in self.channel.poll(may_take=may_take):
             self.engine.kv.pins.let_go(self._sent.pop(report.ticket))
             self.reports.append(report)
         return self.channel.received()

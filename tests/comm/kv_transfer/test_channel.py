@@ -97,6 +97,28 @@ def test_by_layer(make: Make, has_views: bool) -> None:
     target.check(tokens)
 
 
+@pytest.mark.parametrize("has_views", [True, False])
+def test_no_block_is_sent_before_its_layers_are_computed(make: Make, has_views: bool) -> None:
+    """Without views whole blocks are sent, which have to wait for every layer."""
+    options = ChannelOptions(chunk_bytes=2000)
+    source, target = make("prefill", options=options), make("decode", has_views=has_views, options=options)
+    introduce(source, target)
+    tokens = prompt(2, 12)
+    source.compute(tokens)
+    right = source.memory.rows.copy()
+    source.memory.rows[:] = 7
+    ticket = source.send(tokens, "decode", by_layer=True)
+    for _ in range(50):
+        source.poll()
+        target.poll()
+    assert ticket not in source.reports
+    assert target.num_tokens(tokens) == 0
+    source.memory.rows[:] = right
+    source.channel.computed(ticket, source.layout.num_layers)
+    assert finish(source, ticket, target).status is TransferStatus.DONE
+    target.check(tokens)
+
+
 def test_both_directions_at_once(make: Make) -> None:
     first, second = make("a"), make("b")
     introduce(first, second)

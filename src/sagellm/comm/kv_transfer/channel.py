@@ -112,7 +112,9 @@ class TransferChannel:
         self._links: dict[int, _Link] = {}
         self._peers: dict[str, int] = {}
         shared = self._changed, self._worker, options, clock
-        self._sender = Sender(transport, blocks, layout, hashes_of, self._agreement, *shared)
+        self._sender = Sender(
+            transport, blocks, layout, hashes_of, self._agreement, *shared, schema.num_layers
+        )  # fmt: skip
         self._receiver = Receiver(
             transport, blocks, layout, arrivals, hashes_of, schema.block_size, *shared
         )  # fmt: skip
@@ -160,9 +162,9 @@ class TransferChannel:
         with self._changed:
             self._sender.computed(ticket, num_layers)
 
-    def poll(self) -> Sequence[TransferReport]:
+    def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         with self._changed:
-            self._receiver.advance()
+            self._receiver.advance(may_take=may_take)
             for link in self._peers.values():
                 self._sender.offer_due(link)
                 self._greet(link)

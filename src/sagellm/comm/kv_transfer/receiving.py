@@ -290,8 +290,11 @@ class Receiver:
 
     # -- on the engine's thread
 
-    def advance(self) -> None:
-        """End what is whole or has failed; begin what there is room for."""
+    def advance(self, *, may_take: bool = True) -> None:
+        """End what is whole or has failed; begin what there is room for.
+
+        Without `may_take` the index and the pool stay as they are, and only what has stalled is noted.
+        """
         now = self._clock.now()
         for key, incoming in list(self._incoming.items()):
             if incoming.failure is None and now - incoming.progress_s > self._options.stall_s:
@@ -299,6 +302,8 @@ class Receiver:
                     self._fail(key, TransferStatus.RETRY, f"nothing came for {self._options.stall_s:g} s")
                 elif not self._is_covered(incoming.target):
                     self._fail(key, TransferStatus.RETRY, "other ranks did not send their heads")
+        if not may_take:
+            return
         while self._finished:
             key = self._finished.popleft()
             if key in self._incoming:
@@ -439,8 +444,8 @@ class Receiver:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether offers wait for `advance`."""
-        return bool(self._offers)
+        """Whether `advance` would take blocks, or publish some."""
+        return bool(self._offers or self._finished)
 
     @property
     def has_news(self) -> bool:

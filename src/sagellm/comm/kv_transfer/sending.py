@@ -50,6 +50,8 @@ class Outgoing:
     by_layer: bool
     began_s: float
     progress_s: float
+    all_layers: int
+    """Of the model: a chunk of whole blocks waits for them, in a transfer by layer."""
     num_layers: int = 0
     num_attempts: int = 0
     offer_s: float | None = None
@@ -73,7 +75,8 @@ class Outgoing:
         """A chunk that may be sent now; it is in flight from then on."""
         if self.outcome is not None or not self.credits or not self.todo:
             return None
-        if self.by_layer and self.plan[self.todo[0]].num_layers > self.num_layers:
+        needed = self.plan[self.todo[0]].num_layers or self.all_layers
+        if self.by_layer and needed > self.num_layers:
             return None
         number = self.todo.popleft()
         self.in_flight.add(number)
@@ -99,9 +102,10 @@ class Sender:
     def __init__(
         self, transport: TransportEngine, blocks: InstanceBlocks, layout: BlockLayout | None,
         hashes_of: HashesOf, agreement_of: Callable[[int], Agreement | None], changed: threading.Condition,
-        worker: Executor, options: ChannelOptions, clock: Clock,
+        worker: Executor, options: ChannelOptions, clock: Clock, num_layers: int,
     ) -> None:  # fmt: skip
         self._transport, self._blocks, self._layout = transport, blocks, layout
+        self._num_layers = num_layers
         self._hashes_of, self._agreement_of, self._changed = hashes_of, agreement_of, changed
         self._worker, self._options, self._clock = worker, options, clock
         self._transfers: dict[int, Outgoing] = {}
@@ -113,7 +117,7 @@ class Sender:
     def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
         self._num_begun += 1
         now = self._clock.now()
-        made = Outgoing(Ticket(self._num_begun), path, target, link, by_layer, now, now)
+        made = Outgoing(Ticket(self._num_begun), path, target, link, by_layer, now, now, self._num_layers)
         made.offer_s = now
         self._transfers[self._num_begun] = made
         self.offer_due(link)
@@ -259,7 +263,10 @@ class Sender:
         for number, transfer in list(self._transfers.items()):
             if transfer.outcome is None:
                 waits_for_layers = (
-                    transfer.by_layer and not transfer.in_flight and transfer.accept is not None
+                    transfer.by_layer
+                    and bool(transfer.todo)
+                    and not transfer.in_flight
+                    and transfer.accept is not None
                 )
                 is_offered = transfer.offer_s is None
                 if is_offered and not waits_for_layers and now - transfer.progress_s > self._options.stall_s:

@@ -180,12 +180,16 @@ class KVTransferChannel(Protocol):
     def computed(self, ticket: Ticket, num_layers: int) -> None:
         """The first `num_layers` layers of a transfer by layer are computed."""
 
-    def poll(self) -> Sequence[TransferReport]:
-        """Take in what has happened; returns the transfers that have ended since, each once."""
+    def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
+        """Take in what has happened; returns the transfers that have ended since, each once.
+
+        Without `may_take` no blocks are reserved and none are published: a step is computed now, which may
+        write to free blocks, and whose own prefixes may still fail.
+        """
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether `poll` would reserve blocks. No step that computes now may write to those that are free."""
+        """Whether `poll` would reserve or publish blocks."""
 
     def received(self) -> Sequence[ReceivedKV]:
         """What `poll` found to have ended here, since the last call."""
