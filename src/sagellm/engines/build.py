@@ -142,10 +142,21 @@ def build_engine(
     """An engine around `backend`, or around the configured one. A backend with a clock of its own sets the
     engine's clock.
     """
-    if backend is None:
-        remote_options(config.kv)  # its errors, and those of the folder, come before the weights load
-        check_kv_folder(config.kv)
-        backend = build_backend(config, clock=clock, progress=progress)
+    if backend is not None:
+        return _engine_around(backend, config, clock, events)
+    remote_options(config.kv)  # its errors, and those of the folder, come before the weights load
+    check_kv_folder(config.kv)
+    backend = build_backend(config, clock=clock, progress=progress)
+    try:
+        return _engine_around(backend, config, clock, events)
+    except BaseException:
+        backend.close()  # it may have processes
+        raise
+
+
+def _engine_around(
+    backend: InferenceBackend, config: Config, clock: Clock | None, events: EventBus | None
+) -> Engine:
     clock = clock or getattr(backend, "clock", None)
     events = events or EventBus()
     capability = backend.capability()

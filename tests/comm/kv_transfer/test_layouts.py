@@ -246,3 +246,11 @@ def test_the_content_of_tests_is_that_of_heads() -> None:
     whole = np.frombuffer(content(b"x" * 32, LAYOUT), np.uint32).reshape(LAYOUT.shape)
     part = np.frombuffer(content(b"x" * 32, LAYOUT.of_heads(1, 3)), np.uint32)
     assert (whole[:, :, :, 1:3].ravel() == part).all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1, 1023])
+def test_tiny_chunks_are_refused(chunk_bytes: int) -> None:
+    with pytest.raises(KVDataError, match="1024 or more"):
+        agree(HELLO, replace(HELLO, chunk_bytes=chunk_bytes))
+    with pytest.raises(ConfigError, match="chunk_bytes"):
+        ChannelOptions(chunk_bytes=chunk_bytes)

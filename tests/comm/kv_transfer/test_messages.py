@@ -103,6 +103,12 @@ def test_an_end_has_an_outcome(status: str) -> None:
         _ = End(1, 2, status, "").outcome
 
 
+def test_a_text_that_cannot_be_encoded_is_refused() -> None:
+    found = asdict(HELLO) | {"node": "\ud800"}
+    with pytest.raises(KVDataError, match="node"):
+        Hello.unpack(json.dumps(found).encode())
+
+
 def test_a_hello_with_an_impossible_layout() -> None:
     with pytest.raises(KVDataError, match="Hello"):
         _ = Hello(**{**asdict(HELLO), "num_heads": 9}).layout

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.comm.kv_transfer.messages import PROTOCOL, Hello
+from sagellm.comm.kv_transfer.options import LEAST_CHUNK_BYTES
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.protocols.kv_transfer import AXES, ITEM_BYTES, BlockLayout
@@ -57,6 +58,8 @@ def agree(sender: Hello, receiver: Hello) -> Agreement:
         "model fingerprint", sender.fingerprint, receiver.fingerprint, "load the same weights on both sides"
     )
     chunk_bytes = min(sender.chunk_bytes, receiver.chunk_bytes)
+    if chunk_bytes < LEAST_CHUNK_BYTES:
+        raise KVDataError(f"chunks of {chunk_bytes} bytes: set chunk_bytes to {LEAST_CHUNK_BYTES} or more")
     codec = sender.codec if sender.codec == receiver.codec else ""
     has_views = sender.has_views and receiver.has_views
     if sender.digest == receiver.digest and sender.bytes_per_block == receiver.bytes_per_block:

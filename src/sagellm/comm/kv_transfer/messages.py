@@ -134,7 +134,10 @@ class _Json:
 
 
 def _is_text(value: Any, most: int) -> bool:
-    return isinstance(value, str) and len(value) <= most
+    """Whether it is a text of at most `most` letters, which UTF-8 can encode."""
+    if not isinstance(value, str) or len(value) > most:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 @dataclass(frozen=True, slots=True)

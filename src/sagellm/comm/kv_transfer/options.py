@@ -13,6 +13,10 @@ HashesOf: TypeAlias = Callable[[bytes, Namespace], Sequence[bytes]]
 """The chained hash of each whole block, from the int32 bytes of tokens."""
 
 
+LEAST_CHUNK_BYTES = 1024
+"""Of a chunk: a transfer of smaller ones would take more memory for its books than for its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
     """Settings of a channel.
@@ -40,5 +44,9 @@ class ChannelOptions:
             value, least = getattr(self, option.name), 0 if option.name == "num_retries" else 1e-9
             if value < least:
                 raise ConfigError(f"KV transfer: {option.name} must be above 0, not {value}")
+        if self.chunk_bytes < LEAST_CHUNK_BYTES:
+            raise ConfigError(
+                f"KV transfer: chunk_bytes is {self.chunk_bytes}, at least {LEAST_CHUNK_BYTES}; 1 MB is fast"
+            )
         if self.credits > self.max_credits or self.offer_wait_s >= self.stall_s:
             raise ConfigError("KV transfer: max_credits is at least credits, stall_s above offer_wait_s")

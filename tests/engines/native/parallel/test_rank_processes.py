@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.engines import build
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import RANKS_LOOK_S, Engine
 from sagellm.engines.native.parallel import start
@@ -151,3 +152,28 @@ def test_a_rank_that_cannot_start_says_why(model: Path, monkeypatch: pytest.Monk
         engine(model, **{"parallel.tensor": 2}),
     ):
         pass
+
+
+def test_no_rank_is_left_where_the_engine_cannot_be_built(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of what is around the backend are checked once its ranks have started."""
+    made: list[int] = []
+    first_rank = start.first_rank
+
+    def watched(*arguments: Any) -> FirstRank:
+        backend = first_rank(*arguments)
+        group = backend._ranks._processes
+        assert group is not None
+        made.extend(group.pids)
+        return backend
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("no such pass")
+
+    monkeypatch.setattr(start, "first_rank", watched)
+    monkeypatch.setattr(build, "build_passes", refuse)
+    with pytest.raises(ConfigError, match="no such pass"), engine(model, **{"parallel.tensor": 2}):
+        pass
+    assert len(made) == 1
+    assert not is_there(made[0])
