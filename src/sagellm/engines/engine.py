@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -327,8 +328,12 @@ class Engine:
         self._request_table.check(lambda name: self.kv.num_slots(name) - ahead.get(name, 0) * size)
 
     def close(self) -> None:
+        end_ranks: Callable[[], None] | None = getattr(self.backend, "end_ranks", None)
+        if end_ranks is not None:
+            end_ranks()  # a step under way may wait for one that does not answer any more
         for request_id in list(self._request_table.states):
-            self.abort(request_id)
+            with suppress(EngineFailedError):  # of a step that has failed with the ranks
+                self.abort(request_id)
         if self._worker is not None:  # waits for the step in flight; its result is dropped
             self._worker.shutdown(wait=True)
             self._in_flight = None

@@ -42,7 +42,8 @@ class AutoBackend:
     """One rank of a group. The table and `bucket_bytes` are those of rank 0.
 
     `backend` names torch's transport. `table` is the path of a selection table; without it, the one that
-    comes with sageLLM counts. `meter` counts calls, bytes and seconds.
+    comes with sageLLM counts. `meter` counts calls, bytes and seconds. `adds_in_order`: sums of CPU
+    tensors are formed in order of rank.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class AutoBackend:
         table: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        hostname: str | None = None,
         clock: Clock | None = None,
     ) -> None:
         check_group(rank, world_size)
@@ -68,13 +70,15 @@ class AutoBackend:
         self._shot_sizes, ways = self.table.rows[CollectiveKind.ALL_REDUCE]
         self._shots = [_SHOTS.get(way, 0) for way in ways]
         self.torch = TorchDistributedBackend(
-            rank, world_size, c10d.PrefixStore("torch", store), backend=backend, timeout_s=timeout_s
-        )
+            rank, world_size, c10d.PrefixStore("torch", store), backend=backend, timeout_s=timeout_s,
+            hostname=hostname,
+        )  # fmt: skip
         self.shared: SharedMemoryBackend | None = None
         if _are_on_one_host(rank, world_size, store):
             self.shared = SharedMemoryBackend(
                 rank, world_size, c10d.PrefixStore("shared", store), timeout_s=timeout_s, clock=self._clock
             )
+        self.adds_in_order = self.shared is not None and all(self._shots)
 
     def all_reduce(
         self,

@@ -61,6 +61,9 @@ class SharedMemoryBackend:
     slow twin.
     """
 
+    adds_in_order = True
+    """Sums are formed in order of rank, whatever the size."""
+
     def __init__(
         self,
         rank: int,

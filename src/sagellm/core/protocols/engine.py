@@ -102,7 +102,8 @@ class InferenceBackend(Protocol):
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
     a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
-    which raises `EngineFailedError` once one has ended, and `communication_s`.
+    which raises `EngineFailedError` once one has ended, `end_ranks()`, after which a step under way ends soon
+    and no other can follow, and `communication_s`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an

@@ -100,8 +100,8 @@ def test_as_one_process(model: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "backend"),
     usual(
-        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "gloo")},
-        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "gloo")),
+        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "torch_distributed")},
+        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "torch_distributed")),
     ),
 )
 def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> None:
@@ -129,6 +129,17 @@ def test_an_idle_engine_sees_that_a_rank_has_died(model: Path) -> None:
         with pytest.raises(EngineFailedError, match="was ended by SIGKILL"):
             wait_for_work(made, MOST_S)
         assert time.monotonic() - began_s < MOST_S
+
+
+def test_closing_does_not_wait_for_a_rank_that_does_not_answer(model: Path) -> None:
+    with engine(model, **{"parallel.tensor": 2}) as made:
+        pids = processes(made)
+        os.kill(pids[0], signal.SIGSTOP)
+        made.add(request("r", range(3, 9), 400, temperature=0.0, ignore_eos=True))
+        made._begin_step()  # another thread computes it, and waits for the other rank
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < MOST_S
+    assert not any(map(is_there, pids))
 
 
 def wait_for_work(made: Engine, most_s: float) -> None:

@@ -46,6 +46,10 @@ class FirstRank(NativeBackend):
         """Seconds so far of communication, waiting for others included."""
         return self._ranks.spent_s
 
+    def end_ranks(self) -> None:
+        """End the other ranks. A step under way that waits for one of them fails within seconds."""
+        self._ranks.end()
+
     def capability(self) -> CapabilityDescriptor:
         """Of the whole model, with memory and KV schema of this rank."""
         found = super().capability()

@@ -12,7 +12,7 @@ from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.options import usable_device
 from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
-from sagellm.engines.native.parallel.ranks import OWN_COLLECTIVES, join, launch
+from sagellm.engines.native.parallel.launch import join, launch
 from sagellm.engines.native.parallel.split import Split
 
 ENTRY = "sagellm.engines.native.from_config:follow"
@@ -73,7 +73,7 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "parallel.whole_experts deals experts to the ranks of parallel.tensor: set that to 2"
         )
-    if parallel.backend not in OWN_COLLECTIVES:
+    if parallel.backend is not None:
         registry("collectives").get(parallel.backend)
     if config.kv.has_tiers:
         raise ConfigError(
