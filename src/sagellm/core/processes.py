@@ -130,7 +130,7 @@ class ProcessGroup:
         """End all children: their input ends, and after `grace_s` they are killed. May be called again."""
         with self._lock:
             self._closing = True
-        self._ended.set()  # who waits for a failure waits no longer
+        self._ended.set()  # nothing waits for a failure any longer
         self._end(grace_s)
 
     def _watch(self, child: _Child) -> None:

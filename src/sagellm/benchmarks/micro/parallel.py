@@ -64,7 +64,7 @@ def _joined(rows: int, num_tokens: int) -> ExecutionPlan:
 
 
 class Spent(NamedTuple):
-    """Seconds of a step, and those of them that the first rank spends in communication."""
+    """Seconds of a step, and those of them spent in communication."""
 
     step_s: float
     communication_s: float

@@ -33,7 +33,7 @@ from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
-from sagellm.engines.native.measure import alone, fastest
+from sagellm.engines.native.measure import Decide, alone, fastest
 from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
@@ -131,13 +131,7 @@ class NativeBackend:
         threads = threads or suitable_threads(num_weights, sharing)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
-        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels)
-        has_kernels = kernel_set != KernelSet()
-        if decide(lambda: has_kernels) != has_kernels:  # the ranks would add up rows in different orders
-            raise KernelError(
-                "one of this rank and the first has CPU kernels, and the other could not build them: start "
-                "again, since they are built by now"
-            )
+        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels, decide)
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
             loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
@@ -430,11 +424,21 @@ class NativeBackend:
 
 
 def _kernels(
-    device: torch.device, threads: int, on_cpu: KernelSource | None, on_cuda: Callable[[], KernelSet] | None
-) -> tuple[KernelSet, KernelSet]:
-    """The kernels for `device`, and those to measure: on a CPU, one-threaded."""
+    device: torch.device, threads: int, on_cpu: KernelSource | None,
+    on_cuda: Callable[[], KernelSet] | None, decide: Decide,
+) -> tuple[KernelSet, KernelSet]:  # fmt: skip
+    """The kernels for `device`, and those to measure: on a CPU, one-threaded.
+
+    Raises `KernelError` where they were built for only one of this rank and the first.
+    """
     if on_cpu and device.type == "cpu":
         kernel_set = on_cpu(threads)
+        is_built = kernel_set != KernelSet()
+        if decide(lambda: is_built) != is_built:  # the ranks would add up rows in different orders
+            raise KernelError(
+                "one of this rank and the first has CPU kernels, and the other could not build them: start "
+                "again, since they are built by now"
+            )
         return kernel_set, on_cpu(1) if kernel_set != KernelSet() else kernel_set
     kernel_set = on_cuda() if on_cuda and runs_triton(device) else KernelSet()
     return kernel_set, kernel_set

@@ -67,6 +67,7 @@ def first_rank(
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread of the test
             errors.append(error)
             group.failure = str(error)
+            group._ended.set()
             own.close()  # as the end of its process
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, split.num_ranks)]

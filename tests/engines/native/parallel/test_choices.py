@@ -1,4 +1,4 @@
-"""What the ranks choose together: the form of a computation by the first, the number of blocks by the least."""
+"""What the ranks choose together: forms of a computation by the first, the number of blocks by the least."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native import attention, backend, matrices, options
-from sagellm.engines.native.attention import AttentionPlanner
+from sagellm.engines.native.attention import AttentionPlanner, attention_planner
 from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.parallel.split import Split
 from tests.engines.native.driver import GREEDY, Driver
 from tests.engines.native.parallel.rank_threads import first_rank
@@ -35,7 +37,7 @@ def test_stages_of_different_size_take_no_more_memory_than_is_given(
     """Of three layers the first rank has one and the second two."""
     events: list[str] = []
     pools: list[tuple[int, int]] = []
-    load, make = NativeBackend._load, backend.PagedKV
+    load = NativeBackend._load
 
     def loaded(self: NativeBackend, *given: Any) -> Any:
         found = load(self, *given)
@@ -47,15 +49,15 @@ def test_stages_of_different_size_take_no_more_memory_than_is_given(
         return FREE_BYTES
 
     def pool(*given: Any, **named: Any) -> Any:
-        made = make(*given, **named)
+        made = PagedKV(*given, **named)
         pools.append((made.num_blocks, sum(part.nbytes for part in (*made.keys, *made.values))))
         return made
 
     monkeypatch.setattr(NativeBackend, "_load", loaded)
     monkeypatch.setattr(backend, "available_bytes", available)
     monkeypatch.setattr(backend, "PagedKV", pool)
-    options = {"num_blocks": None, "kv_memory_fraction": 1.0, "split_kv": False, "max_num_seqs": 64}
-    with first_rank(model, Split(0, pipeline=2), **options):
+    given: dict[str, Any] = {"num_blocks": None, "kv_memory_fraction": 1.0, "split_kv": False}
+    with first_rank(model, Split(0, pipeline=2), max_num_seqs=64, **given):
         pass
     assert events == ["loaded", "loaded", "measured", "measured"]
     (blocks, first_bytes), (others, second_bytes) = sorted(pools, key=lambda made: made[1])
@@ -71,10 +73,9 @@ def test_the_first_rank_chooses_for_all(model: Path, wins: bool, monkeypatch: py
         pytest.skip("no C++ compiler")
     main, asked = threading.current_thread(), list[str]()
     planners: list[AttentionPlanner] = []
-    planner = backend.attention_planner
 
     def made(*given: Any, **named: Any) -> AttentionPlanner:
-        planners.append(planner(*given, **named))
+        planners.append(attention_planner(*given, **named))
         return planners[-1]
 
     def says(name: str) -> Any:
@@ -115,7 +116,7 @@ def test_a_rank_without_the_kernels_of_the_others_is_refused(model: Path) -> Non
         pytest.skip("no C++ compiler")
     with (
         pytest.raises(Exception, match="could not build them: start again"),
-        first_rank(model, Split(0, tensor=2), kernels=kernels),
+        first_rank(model, Split(0, tensor=2), SharedMemoryBackend, kernels=kernels),
     ):
         pass
 
