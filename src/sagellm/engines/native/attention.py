@@ -452,7 +452,7 @@ def _with_scores(
     return mixed.view(num_seqs, heads, tokens, -1)
 
 
-CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+CONTEXT, CHUNK, _REPEATS = 384, 128, 5
 
 
 def attention_planner(

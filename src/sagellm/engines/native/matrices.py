@@ -32,7 +32,7 @@ from sagellm.engines.native.measure import cpu_s, recorded, torch_threads
 
 FEWEST_ROWS, MOST_ROWS = 5, 192
 MEASURED_ROWS = (1, 8, 32, 256)
-_INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 3
+_INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 5
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
