@@ -157,8 +157,8 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
         self._in_flight: InFlightStep | None = None
         self._outputs = StepOutputs()
-        self._num_steps = 0
-        self._num_preemptions = 0
+        self._num_steps = self._num_preemptions = 0
+        self._step_s = 0.0
 
     # -- requests in and out
 
@@ -256,6 +256,7 @@ class Engine:
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
             num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
+            step_s=self._step_s,
             communication_s=getattr(self.backend, "communication_s", None),
         )
 
@@ -485,6 +486,7 @@ class Engine:
             self._undo(binding, following)
             self._fail(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
+        self._step_s += spent_s
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
         del self._request_table.left_rows[: len(plan.left)]
         self._recovery.succeeded()

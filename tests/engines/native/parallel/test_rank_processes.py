@@ -88,6 +88,9 @@ def test_as_one_process(model: Path) -> None:
     with engine(model, **{"parallel.tensor": 2}) as divided:
         assert answers(divided) == expected
         assert divided.stats().num_preemptions == whole.stats().num_preemptions
+        found = divided.diagnostics()
+        assert found.communication_s is not None
+        assert 0 < found.communication_s < found.step_s
         reuse = divided.stats().reuse
         assert reuse is not None
         assert reuse.num_hit_tokens

@@ -36,6 +36,7 @@ class FirstRank(NativeBackend):
             super().__init__(model, ranks=ranks, **options)
         except CommError as error:
             raise ranks.failure(error) from error
+        ranks.spent_s = 0.0  # from here on, of the engine's steps
 
     def check_ranks(self) -> None:
         """Raise `EngineFailedError` if the process of another rank has ended."""

@@ -50,18 +50,29 @@ def launch(split: Split, entry: str, options: dict[str, object], backend: str | 
         )
         for rank in range(1, split.num_ranks)
     ]
-    processes = ProcessGroup.start(roles)
     try:
+        processes = ProcessGroup.start(roles)
         try:
             return _joined(split, path, name, processes)
-        except (CommError, RuntimeError) as error:  # RuntimeError: of torch
-            processes.wait_for_failure(REPORT_S)
-            raise EngineFailedError(f"the ranks cannot join over {name}: {error}") from error
-    except BaseException:
-        processes.close(0.0)
-        raise
+        except BaseException as error:
+            failure = _failure(error, name, processes)
+            processes.close(0.0)
+            if failure is None:
+                raise
+            raise failure from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failure(error: BaseException, name: str, processes: ProcessGroup) -> EngineFailedError | None:
+    """Why the ranks cannot communicate; None for another error. The end of a rank comes first."""
+    if not isinstance(error, CommError | RuntimeError):  # RuntimeError: of torch
+        return None
+    try:
+        processes.wait_for_failure(REPORT_S)
+    except EngineFailedError as failure:
+        return failure
+    return EngineFailedError(f"the ranks cannot join over {name}: {error}")
 
 
 def _joined(split: Split, path: str, name: str, processes: ProcessGroup) -> Ranks:
