@@ -210,7 +210,14 @@ def crossing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -
     works = [backend.recv(to_self, rank), backend.send(torch.ones(3), rank)]
     assert all(work.wait() for work in works)
     assert to_self.tolist() == [1.0, 1.0, 1.0]
-    assert backend.recv(to_self, 1 - rank, tag=9).wait(0.05) is False
+    if rank == 0:
+        last = backend.recv(to_self, 1, tag=9)
+        assert last.wait(0.05) is False
+        backend.send(torch.zeros(3), 1, tag=8)
+        assert last.wait()
+    else:
+        backend.recv(to_self, 0, tag=8).wait()
+        backend.send(to_self, 0, tag=9).wait()
     return ""
 
 

@@ -16,6 +16,7 @@ from sagellm.comm.collectives.measure import (
     INT8,
     KB,
     MeasurementPlan,
+    calls_in_a_row,
     fastest_table,
     main,
     measure,
@@ -41,7 +42,8 @@ def test_every_way_is_timed_and_checked() -> None:
 
 def test_large_buffers_get_fewer_rounds() -> None:
     plan = MeasurementPlan()
-    assert [plan.rounds_of(size << 10) for size in (1, 1024, 65536)] == [200, 200, 5]
+    assert [plan.rounds_of(size << 10) for size in (1, 1024, 65536)] == [20, 11, 5]
+    assert [calls_in_a_row(size << 10) for size in (1, 1024, 65536)] == [50, 32, 2]
 
 
 def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
