@@ -399,8 +399,10 @@ def test_work_on_a_device_is_done_when_the_device_has_done_it() -> None:
 
 def test_seconds_of_a_device_are_counted_once() -> None:
     device, meter = SimulatedDevice(), CommMeter(ManualClock(), 4)
-    meter.follow(KIND, 1000, device.operation(1.0))
-    meter.follow(KIND, 1000, device.operation(2.0))
+    for seconds in (1.0, 2.0):
+        work = device.operation(seconds)
+        work.wait()
+        meter.follow(KIND, 1000, work)
     assert KIND not in meter.counts
     device.now_s = 1.0
     meter.settle()

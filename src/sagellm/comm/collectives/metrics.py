@@ -73,7 +73,7 @@ class CommMeter:
     """Counts of one rank. The seconds are those in which the calling thread submits or waits.
 
     An operation in a stream of a device counts when the device has done it, with the device's seconds from
-    its submission on; what two operations have in common counts once.
+    its submission until the current stream has waited for it; what two have in common counts once.
     """
 
     clock: Clock
