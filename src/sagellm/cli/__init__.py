@@ -10,8 +10,8 @@ from pathlib import Path
 
 EXIT_EXPLAINED = 2
 AUTOLOAD, NO_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "0, by sagellm"
-"""Torch imports packages of vendors when it is imported, and fails with a broken one. We import that of a chip
-when its device is used. `1` leaves it to torch."""
+"""Torch imports packages of vendors when it is imported, and fails with a broken one. We import that of a
+chip when its device is used. `1` leaves it to torch."""
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 

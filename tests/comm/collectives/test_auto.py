@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from sagellm.comm.collectives import auto as auto_module
-from sagellm.comm.collectives import shared_memory, shared_region, shared_twin
+from sagellm.comm.collectives import shared_memory
 from sagellm.comm.collectives._buffers import Broken, no_copy
 from sagellm.comm.collectives.auto import AutoBackend, _buckets
 from sagellm.comm.collectives.metrics import CollectiveKind, CommMeter, bus_factor
@@ -296,11 +298,11 @@ def without_shared_memory(
     patch.setattr(auto_module.log, "warning", lambda text, *given: messages.append(text % given))
     if obstacle == "no kernel" and rank == 1:
         patch.setattr(shared_memory, "native_library", raising(KernelError("no C++ compiler on PATH")))
-        patch.setattr(shared_twin.platform, "machine", lambda: "aarch64")
+        patch.setattr(platform, "machine", lambda: "aarch64")
     if obstacle == "no memory" and rank == 0:
-        patch.setattr(shared_region.os, "memfd_create", raising(OSError("no memory")))
+        patch.setattr(os, "memfd_create", raising(OSError("no memory")))
     if obstacle == "not opened" and rank == 1:
-        patch.setattr(shared_region.os, "open", raising(PermissionError("not permitted")))
+        patch.setattr(os, "open", raising(PermissionError("not permitted")))
     backend = auto(rank, world_size, folder)
     patch.undo()
     assert backend.shared is None
@@ -310,6 +312,28 @@ def without_shared_memory(
     assert "sagellm-collectives" not in Path("/proc/self/maps").read_text(encoding="ascii")
     backend.close()
     return messages, buffer.tolist()
+
+
+def messages_then_torch(rank: int, world_size: int, folder: str, path: str) -> float:
+    """A message larger than the ring is under way when torch makes its sender wait."""
+    backend = auto(rank, world_size, folder, table=path)
+    memory, total = torch.full((1 << 20,), 7.0 - 7.0 * rank), torch.ones(26)
+    works = [backend.recv(memory, 0) if rank else backend.send(memory, 1)]
+    if rank:
+        assert works[0].wait()
+    works.append(backend.all_reduce(total))
+    assert all(work.wait() for work in works)
+    with pytest.raises(ValueError, match="share memory"):
+        backend.all_reduce_many([torch.ones(1).expand(3), torch.ones(1)])
+    with pytest.raises(ValueError, match="share memory"):
+        backend.all_reduce(torch.ones(1).expand(3), wire=WireFormat.BF16)
+    return float(memory.min()) + float(total.sum())
+
+
+def test_messages_end_before_torch_makes_a_rank_wait(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_of(ONE_SHOT).as_json()), encoding="utf-8")
+    assert passed(run_ranks(2, messages_then_torch, str(path))) == [59.0] * 2
 
 
 def raising(error: Exception) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ def as_result(buffer: torch.Tensor) -> tuple[torch.Tensor, Finish]:
     """
     if buffer.is_contiguous() and not (buffer.is_neg() or buffer.is_conj()):
         return buffer, no_copy
-    _check_apart(buffer)
+    check_apart(buffer)
     copy = buffer.detach().resolve_conj().resolve_neg().contiguous()
 
     def copy_back() -> None:
@@ -122,8 +122,10 @@ def as_sent(buffer: torch.Tensor, result: torch.Tensor | None = None) -> torch.T
     return sent.clone() if first < other + result.nbytes and other < first + sent.nbytes else sent
 
 
-def _check_apart(buffer: torch.Tensor) -> None:
+def check_apart(buffer: torch.Tensor) -> None:
     """Raise `ValueError` unless each stride leads beyond all elements of the smaller ones."""
+    if buffer.is_contiguous():
+        return
     last = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and buffer.numel():

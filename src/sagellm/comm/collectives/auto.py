@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from sagellm.comm.collectives._buffers import Broken, FinishedWork, check_group, no_copy
+from sagellm.comm.collectives._buffers import (
+    Broken,
+    FinishedWork,
+    check_apart,
+    check_group,
+    no_copy,
+)
 from sagellm.comm.collectives.metrics import CollectiveCount, CollectiveKind, CommMeter
 from sagellm.comm.collectives.selection import ONE_SHOT, TORCH, TWO_SHOT, WAYS, SelectionTable
 from sagellm.comm.collectives.shared_memory import (
@@ -135,11 +141,11 @@ class AutoBackend:
         wire: WireFormat = WireFormat.EXACT,
     ) -> Work:
         kind, num_bytes, shared = CollectiveKind.ALL_REDUCE, buffer.nbytes, self.shared
-        if wire != WireFormat.EXACT:
+        if wire is not WireFormat.EXACT and wire != WireFormat.EXACT:
             return self._timed(kind, num_bytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
         shots = self._shots[bisect_left(self._shot_sizes, num_bytes)]
         if shared is None or not shots or not buffer.is_cpu:
-            return self._timed(kind, num_bytes, self.torch.all_reduce, buffer, op)
+            return self._run(kind, buffer, buffer, op)
         began_s = self._now()  # from here on few calls: a small buffer takes 5 us
         work = shared.all_reduce(buffer, op, num_shots=shots)
         count = self._all_reduces
@@ -149,6 +155,8 @@ class AutoBackend:
         return work
 
     def all_reduce_many(self, buffers: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
+        for buffer in buffers:
+            check_apart(buffer)
         works = [self._reduce_bucket(bucket, op) for bucket in _buckets(buffers, self._bucket_bytes)]
         return _AllOf(works)
 
@@ -188,8 +196,16 @@ class AutoBackend:
         self.torch.close()
 
     def _backend(self, buffer: torch.Tensor, way: str = "") -> CommBackendProtocol:
-        """The half that takes the buffer, by torch if the table says so."""
-        return self.torch if self.shared is None or way == TORCH or not buffer.is_cpu else self.shared
+        """The half that takes the buffer, by torch if the table says so.
+
+        Messages in shared memory move when ranks call it, so they end before torch's half makes ranks wait.
+        """
+        if self.shared is None:
+            return self.torch
+        if way != TORCH and buffer.is_cpu:
+            return self.shared
+        self.shared.end_messages()
+        return self.torch
 
     def _run(
         self, kind: CollectiveKind, sized: torch.Tensor, *given: Any, way: str | None = None, **named: Any
@@ -204,9 +220,10 @@ class AutoBackend:
         if buffer.is_cpu:
             all_reduce_rounded(self._backend(buffer), buffer, op, wire)
             return FinishedWork()
+        backend = self._backend(buffer)
         streams = streams_of(buffer)
         begun = recorded(streams)
-        all_reduce_rounded(self.torch, buffer, op, wire)
+        all_reduce_rounded(backend, buffer, op, wire)
         return StreamWork(None, no_copy, [], self._broken, streams, begun, recorded(streams))
 
     def _reduce_bucket(self, bucket: list[torch.Tensor], op: ReduceOp) -> Work:
@@ -217,8 +234,9 @@ class AutoBackend:
         work: Any = self.all_reduce(flat, op)
 
         def copy_back() -> None:
-            for buffer, part in zip(bucket, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+            with torch.no_grad():
+                for buffer, part in zip(bucket, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
         work.then(copy_back)
         reduced: Work = work

@@ -182,11 +182,11 @@ def _timed_size(
             buffers.fill(group.rank)
             if own_cpu != all_cpus:
                 os.sched_setaffinity(0, all_cpus if name == TORCH else own_cpu)
-            call = limits[name] if name in limits else _waited(calls[name])
-            call()
+            timed_call: Callable[[], object] = limits[name] if name in limits else _waited(calls[name])
+            timed_call()
             group.shared.barrier().wait()
             num_calls = 1 if name in (BF16, INT8) else calls_in_a_row(num_bytes)
-            seconds[index, turn] = statistics.median(_seconds_of(call) for _ in range(num_calls))
+            seconds[index, turn] = statistics.median(_seconds_of(timed_call) for _ in range(num_calls))
     if own_cpu != all_cpus:
         os.sched_setaffinity(0, all_cpus)
     slowest = torch.empty(group.world_size, *seconds.shape, dtype=torch.float64)

@@ -86,6 +86,7 @@ class SharedMemoryBackend(CheckedBackend):
         self._awaited, self._awaited_since_s = _NOTHING, 0.0
         self._reason = ""
         """Why the last long wait was given up."""
+        self._is_busy = False
         library = usable_kernel() if native else None
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
         self._region = region or SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
@@ -112,17 +113,19 @@ class SharedMemoryBackend(CheckedBackend):
         if self._broken.reason is not None or not buffer.is_cpu:
             self._check(buffer)  # small buffers notice the cost of a call
         data, finish = as_result(buffer)
-        return self._all_reduce(data, op, finish, num_shots)
+        shots = num_shots or (1 if data.nbytes <= self.one_shot_bytes else 2)
+        return self._carry_out(self._kernel.all_reduce, finish, data, op, shots)
+
+    def end_messages(self) -> None:
+        """Wait for all sends and receives. Raises `CommError` if the group breaks; what else fails is said by
+        the work's own `wait`."""
+        if self._boxes.pending:
+            self._boxes.finish()
+            self._broken.check()
 
     def barrier(self) -> FinishedWork:
         self._check()
         return self._carry_out(self._kernel.barrier, no_copy)
-
-    def _all_reduce(
-        self, data: torch.Tensor, op: ReduceOp, finish: Finish, num_shots: int | None = None
-    ) -> FinishedWork:
-        shots = num_shots or (1 if data.nbytes <= self.one_shot_bytes else 2)
-        return self._carry_out(self._kernel.all_reduce, finish, data, op, shots)
 
     def _all_gather(self, output: torch.Tensor, part: torch.Tensor, finish: Finish) -> FinishedWork:
         return self._carry_out(self._kernel.all_gather, finish, output, part)
@@ -165,8 +168,11 @@ class SharedMemoryBackend(CheckedBackend):
 
     def _carry_out(self, operation: Callable[..., int], finish: Finish, *arguments: Any) -> FinishedWork:
         if self._boxes.pending:
-            self._boxes.finish()
+            self.end_messages()
+        if self._is_busy:  # in the handler of a signal, say: two operations would take each other's steps
+            self._broken.fail(CommError(f"rank {self.rank} was called within an operation"))
             self._broken.check()
+        self._is_busy = True
         try:
             outcome = operation(*arguments)
             if not outcome:
@@ -174,6 +180,7 @@ class SharedMemoryBackend(CheckedBackend):
         except BaseException as error:
             self._broken.fail(CommError(f"rank {self.rank} was interrupted: {error!r}"))
             raise
+        self._is_busy = False
         if not outcome:
             return _DONE
         if outcome == Outcome.DISAGREE:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from sagellm.comm.collectives._backend import CheckedBackend
-from sagellm.comm.collectives._buffers import Broken, Finish, as_bytes, no_copy
+from sagellm.comm.collectives._buffers import Broken, Finish, as_bytes, as_result, check_reducible, no_copy
 from sagellm.core.errors import CommError, UnknownNameError, nearest
 from sagellm.core.protocols.collectives import ReduceOp, WorkStatus
 
@@ -105,14 +105,18 @@ class TorchDistributedBackend(CheckedBackend):
     def barrier(self) -> TorchWork:
         return self._submit(lambda: self._group.barrier(), no_copy)
 
-    def _all_reduce(self, data: torch.Tensor, op: ReduceOp, finish: Finish) -> TorchWork:
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> TorchWork:
+        op = check_reducible(buffer, op)
+        self._check(buffer)
+        data, finish = as_result(buffer)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         sent = _summable(data)
 
         def copy_back() -> None:
             if sent is not data:
-                data.copy_(sent)
+                with torch.no_grad():
+                    data.copy_(sent)
             finish()
 
         return self._submit(lambda: self._group.allreduce([sent], options), copy_back, sent)
