@@ -97,7 +97,7 @@ def piece_sizes(sizes: Sequence[int] | None, buffer: torch.Tensor, world_size: i
 
 
 def as_result(buffer: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-    """A tensor in one piece with the buffer's values, and what copies a result back to it.
+    """The buffer's values in one piece, and what copies a result back.
 
     Raises `ValueError` for a buffer whose elements share memory: no result could be written to it.
     """
@@ -114,7 +114,7 @@ def as_result(buffer: torch.Tensor) -> tuple[torch.Tensor, Finish]:
 
 
 def as_sent(buffer: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor in one piece with the buffer's values, in other memory than the result."""
+    """The buffer's values in one piece, in other memory than the result."""
     sent = buffer.resolve_conj().resolve_neg().contiguous()
     if result is None:
         return sent

@@ -104,7 +104,7 @@ class AutoBackend:
             raise
 
     def _joined(self, store: Any, timeout_s: float) -> SharedMemoryBackend | None:
-        """This rank's part of a group in shared memory, if all ranks can have one."""
+        """This rank of a group in shared memory, if all ranks can join."""
         rank, world_size = self.rank, self.world_size
         place, reason = _place(world_size)
         places = _of_all_ranks(store, "place", rank, world_size, place)
@@ -141,7 +141,7 @@ class AutoBackend:
         wire: WireFormat = WireFormat.EXACT,
     ) -> Work:
         kind, num_bytes, shared = CollectiveKind.ALL_REDUCE, buffer.nbytes, self.shared
-        if wire is not WireFormat.EXACT and wire != WireFormat.EXACT:
+        if wire != WireFormat.EXACT:
             return self._timed(kind, num_bytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
         shots = self._shots[bisect_left(self._shot_sizes, num_bytes)]
         if shared is None or not shots or not buffer.is_cpu:
@@ -210,7 +210,7 @@ class AutoBackend:
     def _run(
         self, kind: CollectiveKind, sized: torch.Tensor, *given: Any, way: str | None = None, **named: Any
     ) -> Work:
-        """Carry an operation out on the half for a buffer of the size of `sized`."""
+        """Carry an operation out on the half for the size of `sized`."""
         if way is None and kind in WAYS:
             way = self.table.way(kind, sized.nbytes)
         call: Callable[..., Work] = getattr(self._backend(sized, way or ""), kind.value)

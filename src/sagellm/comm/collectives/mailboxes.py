@@ -213,7 +213,7 @@ class Mailboxes:
         """Raise `BookkeepingError` where the counts contradict each other."""
         found = 0
         for rank, peer in enumerate(self._peers):
-            arriving, held = peer.arriving, [one for queue in peer.held.values() for one in queue]
+            arriving, held = peer.arriving, [message for queue in peer.held.values() for message in queue]
             works = [*peer.sends, *(work for queue in peer.receives.values() for work in queue)]
             if arriving is not None:
                 held.append(arriving)
@@ -222,7 +222,7 @@ class Mailboxes:
                     raise BookkeepingError(f"a message from rank {rank} is whole and was not delivered")
             if not self.pending.keys() >= set(works) or len(works) != peer.num_pending:
                 raise BookkeepingError(f"rank {rank}: {peer.num_pending} messages are said to be pending")
-            held_bytes = sum(one.held_bytes for one in held)
+            held_bytes = sum(message.held_bytes for message in held)
             if held_bytes != peer.held_bytes or held_bytes > self._most_held_bytes:
                 raise BookkeepingError(f"{peer.held_bytes} bytes of rank {rank} are said to be held")
             if not peer.receives.keys().isdisjoint(peer.held):
@@ -307,9 +307,9 @@ class Mailboxes:
         return num_cells
 
     def _begun(self, peer: _Peer, header: _Header) -> _Message | None:
-        """The message that begins, in the memory of the receive that asks for it, else in its own.
+        """The message that begins. None if it must wait in the ring.
 
-        None if it must wait in the ring.
+        Its bytes go to the memory of the receive that asks for it, else to its own.
         """
         work = _popped(peer.receives, header.tag)
         if work is not None:

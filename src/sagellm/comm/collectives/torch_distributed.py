@@ -266,7 +266,7 @@ class TorchWork:
 
 
 class StreamWork(TorchWork):
-    """A work in a stream of its device, from the event `begun` on to `ended`.
+    """A work in a stream of its device, between the events `begun` and `ended`.
 
     `wait` without a timeout makes the current stream wait, as torch's does, and not the host. With one the
     host waits too. `poll` tells what the device has done.
@@ -324,7 +324,10 @@ def recorded(streams: Any) -> Any:
 
 
 def _summable(data: torch.Tensor) -> torch.Tensor:
-    """No backend of torch sums int16; sums in int32 wrap around alike when they are cut to 16 bits."""
+    """The values in a dtype that torch sums.
+
+    No backend sums int16; sums in int32 wrap around alike when they are cut to 16 bits.
+    """
     return data.to(torch.int32) if data.dtype == torch.int16 else data
 
 

@@ -12,9 +12,9 @@ device has done. A rank that dies there is found by the vendor's library, which 
 
 Buffers are torch tensors. Those that are not contiguous are copied in and out; a result whose elements share
 memory (an expanded tensor) is a `ValueError`. An input may lie in the memory of the result. A buffer belongs
-to the operation until its work is done, and results are written in place. Reductions take float64, float32, float16,
-bfloat16, int64, int32, int16, int8 and uint8; everything else takes any dtype. Sums of float16 and bfloat16
-are formed in at least that precision, those of integers wrap around.
+to the operation until its work is done, and results are written in place. Reductions take float64, float32,
+float16, bfloat16, int64, int32, int16, int8 and uint8; everything else takes any dtype. Sums of float16 and
+bfloat16 are formed in at least that precision, those of integers wrap around.
 """
 
 from __future__ import annotations
