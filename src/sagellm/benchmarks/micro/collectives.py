@@ -50,6 +50,7 @@ def _section(letter: str, *kinds: CollectiveKind) -> Section:
                 kinds,
                 plan.buffers_kb,
                 min(plan.repeats, MOST_ROUNDS),
+                plan.repeats,
                 with_limits=True,
                 with_wire_formats=True,
             )

@@ -44,7 +44,7 @@ COPY_WHOLE, COPY_SLOT = "memcpy in and out", "memcpy in and out by slot"
 """Two copies of the buffer on each rank at once, without waits: to memory of its size and back, or through a
 slot, which stays in the cache."""
 _TIMEOUT_S = 600.0
-_MOST_CALLS, _BYTES_IN_A_ROW = 50, 32 << 20
+MOST_CALLS, _BYTES_IN_A_ROW = 50, 32 << 20
 Seconds = Mapping[CollectiveKind, Mapping[int, Mapping[str, list[float]]]]
 """By kind, size in bytes and way: of each round."""
 
@@ -59,19 +59,19 @@ class MeasurementPlan:
     kinds: tuple[CollectiveKind, ...] = tuple(WAYS)
     sizes_kb: tuple[int, ...] = SIZES_KB
     rounds: int = 20
+    calls: int = MOST_CALLS
     seconds_per_size: float = 4.0
     with_limits: bool = False
     with_wire_formats: bool = False
     table: str | None = None
 
     def rounds_of(self, num_bytes: int) -> int:
-        affordable = int(self.seconds_per_size * 1e9 / (10 * num_bytes * calls_in_a_row(num_bytes)))
+        affordable = int(self.seconds_per_size * 1e9 / (10 * num_bytes * self.calls_in_a_row(num_bytes)))
         return max(min(self.rounds, 5), min(self.rounds, affordable))
 
-
-def calls_in_a_row(num_bytes: int) -> int:
-    """So few that sums of sums stay finite, and at least 2."""
-    return max(2, min(_MOST_CALLS, _BYTES_IN_A_ROW // num_bytes))
+    def calls_in_a_row(self, num_bytes: int) -> int:
+        """So few that sums of sums stay finite, and at least 2."""
+        return max(2, min(self.calls, MOST_CALLS, _BYTES_IN_A_ROW // num_bytes))
 
 
 def measure(world_size: int, plan: MeasurementPlan) -> Seconds:
@@ -185,7 +185,7 @@ def _timed_size(
             timed_call: Callable[[], object] = limits[name] if name in limits else _waited(calls[name])
             timed_call()
             group.shared.barrier().wait()
-            num_calls = 1 if name in (BF16, INT8) else calls_in_a_row(num_bytes)
+            num_calls = 1 if name in (BF16, INT8) else plan.calls_in_a_row(num_bytes)
             seconds[index, turn] = statistics.median(_seconds_of(timed_call) for _ in range(num_calls))
     if own_cpu != all_cpus:
         os.sched_setaffinity(0, all_cpus)
