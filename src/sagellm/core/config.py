@@ -261,6 +261,9 @@ class ParallelConfig(Section):
         "collectives that add up the ranks' parts: shared_memory, torch_distributed (gloo), auto (a measured "
         "table), or another plug-in; unset: shared_memory, or gloo where its kernel does not compile",
     )
+    backend_options: dict[str, Any] = key(
+        {}, "its options, such as the file of a table for auto: {table: FILE}"
+    )
 
     @property
     def num_ranks(self) -> int:

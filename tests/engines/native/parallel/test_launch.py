@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FileStore
 
 from sagellm.comm.collectives import shared_region
 from sagellm.core.clock import MonotonicClock
-from sagellm.core.errors import CommError, EngineFailedError
+from sagellm.core.errors import CommError, ConfigError, EngineFailedError
 from sagellm.engines.native.parallel import launch
 from sagellm.engines.native.parallel.ranks import Ranks
 from sagellm.engines.native.parallel.split import Split
@@ -88,7 +88,7 @@ def test_ranks_keep_the_store_in_which_they_met(tmp_path: Path, monkeypatch: pyt
     joined: list[Ranks] = []
 
     def join(rank: int) -> None:
-        joined.append(launch.join(Split(rank, tensor=2), str(tmp_path / "store"), "shared_memory"))
+        joined.append(launch.join(Split(rank, tensor=2), str(tmp_path / "store"), {"name": "shared_memory"}))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -109,3 +109,9 @@ def test_a_group_is_not_waited_for_when_a_rank_that_has_joined_is_dead(tmp_path:
     with pytest.raises(CommError, match="rank 1 has died before all ranks had joined"):
         region.join(has_kernel=True)
     region.close()
+
+
+def test_options_reach_the_collectives(tmp_path: Path) -> None:
+    options = {"table": str(tmp_path / "absent.json")}
+    with pytest.raises(ConfigError, match=r"absent\.json cannot be read as a table"):
+        launch.launch(Split(0, tensor=2), f"{HERE}:follow", {}, "auto", options)
