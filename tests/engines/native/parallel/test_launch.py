@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from sagellm.comm.collectives import shared_region
 from sagellm.core.clock import MonotonicClock
@@ -64,7 +64,7 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("backend", usual({"shared_memory", "auto"}, BACKENDS))
+@pytest.mark.parametrize("backend", usual({"auto"}, BACKENDS))
 def test_ranks_listen_at_the_loopback_address_only(backend: str) -> None:
     ranks = launch.launch(Split(0, tensor=2), f"{HERE}:follow", {}, backend)
     try:
@@ -114,4 +114,4 @@ def test_a_group_is_not_waited_for_when_a_rank_that_has_joined_is_dead(tmp_path:
 def test_options_reach_the_collectives(tmp_path: Path) -> None:
     options = {"table": str(tmp_path / "absent.json")}
     with pytest.raises(ConfigError, match=r"absent\.json cannot be read as a table"):
-        launch.launch(Split(0, tensor=2), f"{HERE}:follow", {}, "auto", options)
+        launch._group(Split(0), HashStore(), {"name": "auto", **options})

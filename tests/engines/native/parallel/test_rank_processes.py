@@ -18,7 +18,7 @@ from sagellm.core.errors import ConfigError, EngineFailedError
 from sagellm.engines import build
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import RANKS_LOOK_S, Engine
-from sagellm.engines.native.parallel import start
+from sagellm.engines.native.parallel import ranks, start
 from sagellm.engines.native.parallel.backends import FirstRank
 from tests.builders import request, run_all
 from tests.effort import usual
@@ -134,7 +134,10 @@ def test_an_idle_engine_sees_that_a_rank_has_died(model: Path) -> None:
         assert time.monotonic() - began_s < MOST_S
 
 
-def test_closing_does_not_wait_for_a_rank_that_does_not_answer(model: Path) -> None:
+def test_closing_does_not_wait_for_a_rank_that_does_not_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "REPORT_S", 0.5)
     with engine(model, **{"parallel.tensor": 2}) as made:
         pids = processes(made)
         os.kill(pids[0], signal.SIGSTOP)

@@ -128,7 +128,7 @@ class Ranks:
     def end(self) -> None:
         """End the processes of the other ranks. What waits for them fails soon. May be called twice."""
         if self._processes is not None:
-            self._processes.close()
+            self._processes.close(REPORT_S)
 
     def close(self) -> None:
         """End the other ranks, and leave the group. May be called twice."""
