@@ -18,7 +18,7 @@ from tests.comm.kv_transfer.world import HEAD_FIRST, INDEX, LAYOUT, SIZE, Inline
 
 OPTIONS = ChannelOptions(
     chunk_bytes=LAYOUT.bytes_per_block, credits=3, max_credits=5, stall_s=1.0, offer_wait_s=0.5,
-    backoff_s=0.1, drain_s=0.2,
+    backoff_s=0.1, drain_s=0.2, resume_s=0.3,
 )  # fmt: skip
 
 
