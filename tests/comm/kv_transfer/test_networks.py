@@ -110,6 +110,8 @@ def test_a_reset_is_resumed_and_only_the_rest_is_sent(scene: Scene) -> None:
     assert scene.proxy.num_connections == 2
     whole = BLOCKS * scene.source.layout.bytes_per_block
     assert whole < report.num_bytes < 2 * whole, "what had verified is not sent again"
+    until(lambda: scene.target.received, scene.target)
+    assert [each.status for each in scene.target.received] == [TransferStatus.DONE]
     scene.check()
 
 
