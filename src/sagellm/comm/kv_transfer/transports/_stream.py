@@ -64,10 +64,8 @@ class StreamTransport:
         """By link that is ours."""
         self._connections: dict[int, PeerSocket] = {}
         self._links = itertools.count(1)
-        self._selector = selectors.DefaultSelector()
         self._tasks: deque[Callable[[], None]] = deque()
         self._is_awake = self._is_closing = False
-        self._waiting, self._waker = socket.socketpair()
         self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._thread: threading.Thread | None = None
         self._paused_s: float | None = None
@@ -87,6 +85,8 @@ class StreamTransport:
         self._endpoint = endpoint
         self._listener = self._listen()
         self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._waiting, self._waker = socket.socketpair()
         self._waiting.setblocking(False)
         self._selector.register(self._waiting, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -110,10 +110,10 @@ class StreamTransport:
 
     def close(self) -> None:
         self._is_closing = True
-        self._submit(lambda: None)
         if self._thread is not None:
+            self._submit(lambda: None)
             self._thread.join()
-        self._waker.close()
+            self._waker.close()
 
     def _submit(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
