@@ -156,7 +156,7 @@ class Receiver:
         return End(offer.transfer, 0, TransferStatus.RETRY.value, reason)
 
     def _leave_other_links(self, identity: tuple[str, int]) -> None:
-        """The transfer is offered again: the link that had it is gone at the sender."""
+        """The transfer is offered again: its sender has given the other link up."""
         for key in [key for key, each in self._offers.items() if each.identity == identity]:
             del self._offers[key]
         for incoming in self._incoming.values():
@@ -307,7 +307,7 @@ class Receiver:
         self._report_lost(now)
 
     def _watch(self, now: float) -> None:
-        """End what has stalled; tell senders that wait for this side that it is alive."""
+        """End what has stalled; tell waiting senders that this side is alive."""
         stall_s = self._options.stall_s
         for key, incoming in self._incoming.items():
             if incoming.failure is not None:
@@ -339,7 +339,7 @@ class Receiver:
         yield from (each.since_s + self._options.resume_s for each in self._lost.values())
 
     def _answer_offers(self, now: float) -> None:
-        """Answer offers in the order in which they came.
+        """Answer offers, the oldest first.
 
         One that waits for credits or room keeps back those behind it, but for heads of an arrival that is
         open: these need neither, so an arrival that waits for them cannot wait for itself.

@@ -153,7 +153,7 @@ class Sender:
         return made.ticket
 
     def move(self, old: int, new: int, reason: str) -> None:
-        """The target of a link has another one now, on which all is offered again."""
+        """The target has another link now, on which all is offered again."""
         now = self._clock.now()
         for transfer in self._on(old):
             if transfer.outcome is None:
