@@ -7,6 +7,7 @@ socket. Where no slot is free, the sender waits for the receiver: that is what b
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -17,8 +18,6 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from sagellm.comm.kv_transfer.transports._auth import EXTRA_BYTES
 from sagellm.comm.kv_transfer.transports._connection import (
@@ -68,6 +67,8 @@ class Slots:
 
     def number_of(self, part: memoryview) -> int | None:
         """The slot in which a payload lies."""
+        if part.readonly:
+            return None
         offset = _address(part) - self.address
         return offset // self.slot_bytes if 0 <= offset < len(self.memory) else None
 
@@ -257,7 +258,7 @@ class SharedMemoryTransport(StreamTransport):
 
 
 def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 PLUGIN = SharedMemoryTransport
