@@ -5,12 +5,14 @@ In fp64, where rounding cannot tip a choice. The reference is each request alone
 
 from __future__ import annotations
 
+import atexit
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 import pytest
@@ -49,6 +51,7 @@ SAMPLING = (
 def backend(name: str, reference: bool) -> NativeBackend:
     """One for the reference and one for the engines under test: a backend belongs to one engine."""
     folder = Path(mkdtemp(prefix="sagellm-"))
+    atexit.register(rmtree, folder)
     save_tiny(folder, name)
     return NativeBackend(
         folder, device="cpu", dtype="float64", block_size=BLOCK, num_blocks=128, max_num_seqs=5,
