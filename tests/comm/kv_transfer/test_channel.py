@@ -15,9 +15,10 @@ from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.core.protocols.kv_transfer import Message, TransferStatus, TransportEngine
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
-from tests.comm.kv_transfer.world import KEY, LAYOUT, SIZE, Instance, finish, introduce, prompt, until
+from tests.comm.kv_transfer.fabrics import FAKE, LIBRARIES, transport
+from tests.comm.kv_transfer.world import LAYOUT, SIZE, Instance, finish, introduce, prompt, until
 
-NAMES = TRANSPORTS.names()
+NAMES = [*sorted({*TRANSPORTS.names()} - {"nixl", "mooncake"}), FAKE, *LIBRARIES]
 Make = Callable[..., Instance]
 
 
@@ -28,17 +29,17 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     with ExitStack() as stack:
 
         def made(name: str, **options: Any) -> Instance:
-            instance = Instance(name, transport(request.param, name, network), **options)
+            instance = Instance(name, engine(request.param, name, network), **options)
             stack.callback(instance.channel.close)
             return instance
 
         yield made
 
 
-def transport(kind: str, name: str, network: InProcessNetwork) -> TransportEngine:
+def engine(kind: str, name: str, network: InProcessNetwork) -> TransportEngine:
     if kind == "in_process":
         return TRANSPORTS.create(kind, node=name, network=network)
-    return TRANSPORTS.create(kind, key=KEY, **({"port": 0} if kind == "tcp" else {}))
+    return transport(kind)
 
 
 @pytest.mark.parametrize("has_views", [(True, True), (False, True), (True, False), (False, False)])

@@ -18,6 +18,8 @@ class TcpTransport(StreamTransport):
     `start` where the address cannot be had.
     """
 
+    name = "tcp"
+
     def __init__(
         self,
         key: bytes,
@@ -35,13 +37,13 @@ class TcpTransport(StreamTransport):
 
     def address(self) -> Mapping[str, str | int]:
         host, port = self._listener.getsockname()[:2]
-        return {"transport": "tcp", "host": host, "port": port}
+        return {"transport": self.name, "host": host, "port": port}
 
     def connect(self, address: Mapping[str, str | int]) -> int:
         host, port = address.get("host"), address.get("port")
         is_port = type(port) is int and 0 < port < 1 << 16
-        if address.get("transport") != "tcp" or not isinstance(host, str) or not is_port:
-            raise ConfigError(f"{dict(address)} is no address of a transport tcp")
+        if address.get("transport") != self.name or not isinstance(host, str) or not is_port:
+            raise ConfigError(f"{dict(address)} is no address of a transport {self.name}")
         link = next(self._links)
         self._addresses[link] = address
         return link
