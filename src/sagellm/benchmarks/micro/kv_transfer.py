@@ -11,6 +11,7 @@ blocks and do nothing else, and as transports under our protocol.
 
 from __future__ import annotations
 
+import signal
 import socket
 import statistics
 import subprocess
@@ -102,12 +103,19 @@ class RawSocket:
 
 
 class Plain:
-    """A library that writes into the blocks of another process."""
+    """A library that writes into the blocks of another process.
+
+    That process is stopped between its turns: a thread of NIXL takes a core of its own.
+    """
 
     def __init__(self, kind: str, num_blocks: int, stack: ExitStack) -> None:
         self._peer = _Peer(kind, num_blocks, stack)
         self._writer: NixlWriter | MooncakeWriter = WRITERS[kind](self._peer.said, num_blocks)
-        self.move = self._writer.move
+
+    def move(self) -> None:
+        self._peer.signal(signal.SIGCONT)
+        self._writer.move()
+        self._peer.signal(signal.SIGSTOP)
 
     def cpu_s(self) -> tuple[float, float]:
         return _cpu_s("self"), self._peer.cpu_s()
@@ -139,6 +147,9 @@ class _Peer:
         stack.callback(self._end)
         assert self._process.stdout is not None
         self.said = self._process.stdout.readline()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def _end(self) -> None:
         self._process.kill()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from typing import Any
 
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, OneArray
@@ -18,7 +17,7 @@ from sagellm.comm.kv_transfer.transports._slots import address_of
 from sagellm.core.errors import BookkeepingError, ConfigError, MissingExtraError
 
 PLAIN_NIXL, PLAIN_MOONCAKE = "plain NIXL", "plain Mooncake"
-HOST, PAUSE_S = "127.0.0.1", 20e-6
+HOST = "127.0.0.1"
 
 
 def force_tcp() -> None:
@@ -39,9 +38,11 @@ def installed() -> list[str]:
     return found
 
 
-def _agent(memory: OneArray) -> Any:
+def _agent(memory: OneArray, *, has_thread: bool) -> Any:
+    """NIXL's thread serves a peer at any time; a side that polls needs none."""
     api = nixl.load()
-    agent = api.nixl_agent(f"bench-{os.getpid()}", api.nixl_agent_config(backends=["UCX"]))
+    config = api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"])
+    agent = api.nixl_agent(f"bench-{os.getpid()}", config)
     agent.register_memory([(address_of(memory.memory), len(memory.memory), 0, "")], "DRAM")
     return agent
 
@@ -60,7 +61,7 @@ class NixlWriter:
     def __init__(self, said: bytes, num_blocks: int) -> None:
         found = json.loads(said)
         self._memory = OneArray(num_blocks)
-        self._agent = _agent(self._memory)
+        self._agent = _agent(self._memory, has_thread=False)
         peer = self._agent.add_remote_agent(bytes.fromhex(found["metadata"]))
         own, theirs = (
             self._agent.get_xfer_descs(
@@ -73,7 +74,6 @@ class NixlWriter:
     def move(self) -> None:
         state = self._agent.transfer(self._transfer)
         while state == "PROC":
-            time.sleep(PAUSE_S)
             state = self._agent.check_xfer_state(self._transfer)
         if state != "DONE":
             raise BookkeepingError("NIXL's write failed")
@@ -106,7 +106,7 @@ def receive_plain(kind: str, num_blocks: int) -> None:
     memory = OneArray(num_blocks)
     said: dict[str, Any] = {"address": address_of(memory.memory)}
     if kind == PLAIN_NIXL:
-        library = _agent(memory)
+        library = _agent(memory, has_thread=True)
         said["metadata"] = library.get_agent_metadata().hex()
     else:
         library = _engine(memory)

@@ -8,6 +8,8 @@ the process, so these must be on a trusted network.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import threading
 import time
 import uuid
@@ -35,9 +37,12 @@ def load() -> ModuleType:
     """The Python interface of NIXL. Raises `MissingExtraError` where it is not installed."""
     for name in MODULES:
         try:
-            return importlib.import_module(name)
+            found = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
+        if "NIXL_LOG_LEVEL" not in os.environ:  # it writes to the standard output, where results are
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return found
     raise MissingExtraError("KV transfer over NIXL", "nixl", "nixl-cu12")
 
 
