@@ -69,14 +69,21 @@ class KVTransfers:
         if may_take:
             self.engine.drain()
             self._follow_steps()
-        for report in self.channel.poll(may_take=may_take):
-            self.engine.kv.pins.let_go(self._sent.pop(report.ticket))
-            self.reports.append(report)
+        self._take_reports(may_take=may_take)
         return self.channel.received()
 
     def close(self) -> None:
-        """End all transfers, and close the channel."""
-        self.channel.close()
-        for hit in self._sent.values():
-            self.engine.kv.pins.let_go(hit)
-        self._sent.clear()
+        """End all transfers, and close the channel; `reports` has how they ended.
+
+        A step in flight is completed first, since what has come is published.
+        """
+        try:
+            self.engine.drain()
+        finally:
+            self.channel.close()
+            self._take_reports(may_take=True)
+
+    def _take_reports(self, *, may_take: bool) -> None:
+        for report in self.channel.poll(may_take=may_take):
+            self.engine.kv.pins.let_go(self._sent.pop(report.ticket))
+            self.reports.append(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from tests.comm.kv_transfer.world import HEAD_FIRST, INDEX, LAYOUT, SIZE, Inline
 
 OPTIONS = ChannelOptions(
     chunk_bytes=LAYOUT.bytes_per_block, credits=3, max_credits=5, stall_s=1.0, offer_wait_s=0.5,
-    backoff_s=0.1, drain_s=0.2,
+    backoff_s=0.1, drain_s=0.2, resume_s=0.3,
 )  # fmt: skip
 
 
@@ -83,8 +84,11 @@ class FaultyTransport(InProcessTransport):
                 peer._break(other, str(error))
 
 
+RANKS = ("rank 0", "rank 1")
+
+
 class FaultyWorld:
-    """Four instances with different blocks, and prompts that share prefixes."""
+    """Four instances with different blocks, two ranks of a fifth, and prompts that share prefixes."""
 
     def __init__(self, seed: int, share: float = 0.15, num_blocks: int = 20) -> None:
         self.rng, self.clock = random.Random(seed), ManualClock()
@@ -96,6 +100,8 @@ class FaultyWorld:
             "head first": {"layout": head_first},
             "zstd": {"codec": CODECS.create("zstd", dtype="float32")},
         }
+        self.names = list(kinds)
+        kinds |= {name: {"layout": LAYOUT.of_heads(2 * i, 2 * i + 2)} for i, name in enumerate(RANKS)}
         self.instances = {
             name: Instance(
                 name, FaultyTransport(name, self.network), num_blocks=num_blocks, options=OPTIONS,
@@ -105,7 +111,10 @@ class FaultyWorld:
         }  # fmt: skip
         introduce(*self.instances.values())
         self.prompts = [self._prompt(number) for number in range(24)]
-        self.open: dict[tuple[str, Ticket], tuple[Tokens, str]] = {}
+        self.open: dict[tuple[str, Ticket], tuple[str, str]] = {}
+        """The request and the target of transfers that have not ended."""
+        self.done: list[tuple[tuple[str, str], str]] = []
+        """Of transfers that have: who sent which request, and to whom."""
         self.num_sent = 0
         self.outcomes: dict[TransferStatus, int] = dict.fromkeys(TransferStatus, 0)
 
@@ -119,22 +128,40 @@ class FaultyWorld:
 
     def send(self, name: str, target: str, number: int, *, by_layer: bool) -> None:
         asked, tokens = self.instances[name], self.prompts[number]
-        ticket = asked.send(tokens, target, f"r{self.num_sent}", by_layer=by_layer)
+        request_id = f"r{self.num_sent}"
+        ticket = asked.send(tokens, target, request_id, by_layer=by_layer)
         if by_layer:
             asked.channel.computed(ticket, self.rng.randrange(4))
-        self.open[name, ticket] = tokens, target
+        self.open[name, ticket] = request_id, target
         self.num_sent += 1
+
+    def send_heads(self, target: str, number: int, *, by_layer: bool) -> None:
+        """Both ranks send theirs; something may happen in between."""
+        tokens, request_id = self.prompts[number], f"r{self.num_sent}"
+        for name in self.rng.sample(RANKS, 2):
+            rank = self.instances[name]
+            rank.compute(tokens)
+            ticket = rank.send(tokens, target, request_id, by_layer=by_layer)
+            if by_layer:
+                rank.channel.computed(ticket, self.rng.randrange(4))
+            self.open[name, ticket] = request_id, target
+            self.num_sent += 1
+            for _ in range(self.rng.randrange(12)):
+                self.network.run_one()
 
     def poll(self) -> None:
         for name, each in self.instances.items():
             each.poll()
             for key in [key for key in self.open if key[0] == name and key[1] in each.reports]:
-                self.outcomes[each.reports[key[1]].status] += 1
-                del self.open[key]
+                status = each.reports[key[1]].status
+                self.outcomes[status] += 1
+                request_id, target = self.open.pop(key)
+                if status is TransferStatus.DONE:
+                    self.done.append(((name, request_id), target))
 
     def do(self) -> None:
         """Something happens."""
-        rng, names = self.rng, list(self.instances)
+        rng, names = self.rng, self.names
         chance = rng.random()
         name, number = rng.choice(names), rng.randrange(len(self.prompts))
         if chance < 0.08:
@@ -143,9 +170,12 @@ class FaultyWorld:
             self.instances[name].evict_all()
         elif chance < 0.3:
             if len(self.open) < 8:
-                self.compute(name, number)
-                target = rng.choice([each for each in names if each != name])
-                self.send(name, target, number, by_layer=rng.random() < 0.3)
+                target, by_layer = rng.choice([each for each in names if each != name]), rng.random() < 0.3
+                if rng.random() < 0.3:
+                    self.send_heads(target, number, by_layer=by_layer)
+                else:
+                    self.compute(name, number)
+                    self.send(name, target, number, by_layer=by_layer)
         elif chance < 0.33 and self.open:
             sender, ticket = rng.choice(list(self.open))
             self.instances[sender].channel.cancel(ticket)
@@ -172,7 +202,10 @@ class FaultyWorld:
             self.clock.advance(0.3)
         assert not self.open, "each transfer is reported"
         self.network.run_all()
+        self.clock.advance(OPTIONS.resume_s + 0.1)
+        self.poll()
         self.check()
+        self._check_received()
         for each in self.instances.values():
             assert not each.arrivals.num_blocks
             assert each.pool.num_free + each.pool.num_held(INDEX) == each.pool.total_blocks
@@ -180,3 +213,13 @@ class FaultyWorld:
     def check(self) -> None:
         for each in self.instances.values():
             each.check(*self.prompts)
+
+    def _check_received(self) -> None:
+        """An engine sees each transfer once, and all that its sender has reported as DONE."""
+        for name, each in self.instances.items():
+            seen = Counter((one.source, one.request_id) for one in each.received)
+            assert all(count == 1 for count in seen.values()), (name, seen)
+            done = {
+                (one.source, one.request_id) for one in each.received if one.status is TransferStatus.DONE
+            }
+            assert {sent for sent, target in self.done if target == name} <= done

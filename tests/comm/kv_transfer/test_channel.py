@@ -28,8 +28,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     network = InProcessNetwork()
     with ExitStack() as stack:
 
-        def made(name: str, **options: Any) -> Instance:
-            instance = Instance(name, engine(request.param, name, network), **options)
+        def made(name: str, *, place: str = "", **options: Any) -> Instance:
+            """`place`: the node of the transport, if it differs from the name."""
+            instance = Instance(name, engine(request.param, place or name, network), **options)
             stack.callback(instance.channel.close)
             return instance
 

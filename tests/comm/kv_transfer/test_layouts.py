@@ -36,7 +36,7 @@ from tests.comm.kv_transfer.world import (
 ORDERS = [TOKEN_FIRST, HEAD_FIRST, "layer.kv.token.head.dim", "token.head.layer.kv.dim"]
 HELLO = Hello(
     PROTOCOL, "a", "weights", "00" * 16, LAYOUT.bytes_per_block, True, "", 1 << 20, TOKEN_FIRST, 3, 4, 8,
-    SIZE, "float32", 0, 4,
+    SIZE, "float32", 0, 4, "run", 10_000,
 )  # fmt: skip
 
 

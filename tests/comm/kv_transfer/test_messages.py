@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sagellm.comm.kv_transfer.messages import (
     Accept,
     Ack,
+    Alive,
     Cancel,
     ChunkHead,
     End,
@@ -35,10 +36,11 @@ from tests.comm.kv_transfer.test_layouts import HELLO
 MESSAGES: list[Any] = [
     HELLO,
     Refusal("why"),
-    Offer(1, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False),
+    Offer(1, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False, 1),
     Accept(1, 2, 3, 4),
     Ack(1, 2, (3, 4), (5,)),
     Cancel(1),
+    Alive(1),
     End(1, 2, "done", ""),
     ChunkHead(1, 2, 3, BlockHeader(b"f" * 16, b"t" * 32, "raw", 4, 5)),
 ]

@@ -32,7 +32,14 @@ from tests.comm.kv_transfer.world import KEY, SIZE, SPACE, Instance, finish, int
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ChannelOptions(
-    chunk_bytes=6000, credits=3, stall_s=0.3, offer_wait_s=0.2, backoff_s=0.02, drain_s=0.1, num_retries=3
+    chunk_bytes=6000,
+    credits=3,
+    stall_s=0.3,
+    offer_wait_s=0.2,
+    backoff_s=0.02,
+    drain_s=0.1,
+    num_retries=3,
+    resume_s=0.2,
 )
 BLOCKS = 24
 
@@ -104,6 +111,8 @@ def test_a_reset_is_resumed_and_only_the_rest_is_sent(scene: Scene) -> None:
     assert scene.proxy.num_connections == 2
     whole = BLOCKS * scene.source.layout.bytes_per_block
     assert whole < report.num_bytes < 2 * whole, "what had verified is not sent again"
+    until(lambda: scene.target.received, scene.target)
+    assert [each.status for each in scene.target.received] == [TransferStatus.DONE]
     scene.check()
 
 
@@ -277,7 +286,9 @@ while True:
 @pytest.mark.parametrize("role", ["sender", "receiver"])
 def test_a_peer_is_killed_in_the_middle(kind: str, role: str) -> None:
     num_blocks = 400
-    options = ChannelOptions(chunk_bytes=3000, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0)
+    options = ChannelOptions(
+        chunk_bytes=3000, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0, resume_s=0.1
+    )
     me = Instance("test", transport(kind), num_blocks=512, options=options)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     peer = subprocess.Popen(
@@ -335,7 +346,7 @@ def test_an_unknown_instance_is_named() -> None:
     tokens = Tokens(range(SIZE))
     with pytest.raises(ConfigError, match="unknown instance 'b'"):
         source.channel.transfer(KVPath("r", tokens, SPACE, array("i", [0])), "b")
-    source.channel.add_peer(b'{"node": "b", "address": {"transport": "tcp", "host": "x", "port": 1}}')
+    source.channel.add_peer(b'{"node": "b", "address": {"transport": "tcp", "host": "127.0.0.1", "port": 1}}')
     with pytest.raises(ConfigError, match="4 tokens do not fill 2 blocks"):
         source.channel.transfer(KVPath("r", tokens, SPACE, array("i", [0, 1])), "b")
     with pytest.raises(ConfigError, match="a note has at most"):
@@ -361,7 +372,7 @@ def test_reading_a_little_at_a_time(scene: Scene, num_bytes: int, monkeypatch: p
 def test_a_stranger_shares_no_memory(num_fds: int) -> None:
     """Descriptors that come without the key are closed."""
     target = Instance("a", SharedMemoryTransport(KEY))
-    path = str(target.channel._transport.address()["path"])
+    path = "\0" + str(target.channel._transport.address()["name"])
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(path)

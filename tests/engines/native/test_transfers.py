@@ -112,6 +112,9 @@ def test_nothing_is_compacted_while_blocks_are_sent(model: Path, stack: ExitStac
     assert source.engine.kv.pins.num_sent == 1
     source.close()
     assert source.engine.kv.pins.num_sent == 0
+    assert [report.status for report in source.reports] == [TransferStatus.CANCELLED]
+    assert not source.poll()
+    source.close()
     source.engine.check()
 
 

@@ -180,7 +180,7 @@ def _case(name: str, num_blocks: int, stack: ExitStack) -> Case:
 def _measured(
     letter: str, names: Sequence[str], ratios: Sequence[tuple[str, str]], num_blocks: int, rounds: int
 ) -> Iterator[MicroBenchRow]:
-    """Each case once in a round; then the median of each, and of the ratios of pairs within a round."""
+    """Run each case once in a round. Ratios are of pairs within a round, then medians."""
     rates: dict[str, list[float]] = defaultdict(list)
     cpu: dict[str, list[list[float]]] = defaultdict(list)
     with ExitStack() as stack:
@@ -198,9 +198,9 @@ def _measured(
         yield MicroBenchRow(letter, name, num_blocks, "", GB_PER_S, round(statistics.median(rates[name]), 2))
         for unit, used_us in zip(CPU, zip(*cpu[name], strict=True), strict=True):
             yield MicroBenchRow(letter, name, num_blocks, "", unit, round(statistics.median(used_us), 1))
-    for one, other in ratios:
-        ratio = statistics.median(map(float.__truediv__, rates[one], rates[other]))
-        yield MicroBenchRow(letter, f"{one} / {other}", num_blocks, "", RATIO, round(ratio, 3))
+    for case_name, reference in ratios:
+        ratio = statistics.median(map(float.__truediv__, rates[case_name], rates[reference]))
+        yield MicroBenchRow(letter, f"{case_name} / {reference}", num_blocks, "", RATIO, round(ratio, 3))
 
 
 def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:

@@ -1,4 +1,4 @@
-"""NIXL and Mooncake alone: their one-sided write of blocks to another process, over TCP loopback.
+"""NIXL and Mooncake alone: one-sided writes of blocks to another process, over TCP.
 
 Both sides register all their memory once. A move is one call with all blocks, which ends when the library
 says that they have arrived; nothing else is agreed on, allocated or verified.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, OneArray
@@ -97,7 +98,10 @@ class MooncakeWriter:
             raise BookkeepingError("Mooncake's write failed")
 
 
-WRITERS = {PLAIN_NIXL: NixlWriter, PLAIN_MOONCAKE: MooncakeWriter}
+WRITERS: Mapping[str, Callable[[bytes, int], NixlWriter | MooncakeWriter]] = {
+    PLAIN_NIXL: NixlWriter,
+    PLAIN_MOONCAKE: MooncakeWriter,
+}
 
 
 def receive_plain(kind: str, num_blocks: int) -> None:

@@ -1,8 +1,9 @@
 """`TransferChannel`: KV blocks of this instance to others, and theirs to this one.
 
-Three threads share the work. The engine's thread submits and polls: it alone touches the pool and the prefix
-index. The transport's thread moves messages. The worker gathers, encodes and checksums chunks before they are
-sent, and verifies and decodes those that came; so a chunk is checked while the next one moves.
+The engine's thread submits and polls: it alone touches the pool and the prefix index. The transport's thread
+moves messages, and reads, checksums and verifies chunks whose bytes go unchanged from blocks to blocks, while
+the processor's cache has them. A worker does so for all others: it gathers blocks of a GPU, converts layouts,
+encodes and decodes.
 
     sender                                         receiver
     transfer ---- HELLO, once for a link --------> compares model, layout, dtype
@@ -13,6 +14,9 @@ sent, and verifies and decodes those that came; so a chunk is checked while the 
              <--- ACK: returns a credit ----------
     poll     <--- END: tokens that it has now ---- poll: publish
 
+A side that has the other wait (for layers, for room, for the heads of other ranks) says ALIVE now and then. A
+transfer whose link is lost is offered again under its number, so the receiver's engine sees its end once.
+
 Chunks carry a checksum and no MAC: peers prove that they have the key when they connect, and after that the
 network is trusted not to forge (docs/decisions/0018-kv-transfer.md).
 """
@@ -20,11 +24,12 @@ network is trusted not to forge (docs/decisions/0018-kv-transfer.md).
 from __future__ import annotations
 
 import json
-import logging
+import math
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.layouts import Agreement, agree
@@ -32,12 +37,14 @@ from sagellm.comm.kv_transfer.messages import (
     PROTOCOL,
     Accept,
     Ack,
+    Alive,
     Cancel,
     ChunkHead,
     End,
     Hello,
     Kind,
     Refusal,
+    reason_of,
 )
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.receiving import Place, Receiver
@@ -58,20 +65,26 @@ from sagellm.core.protocols.kv_transfer import (
 )
 from sagellm.core.types import KVCacheSchema
 
-log = logging.getLogger("sagellm.kv_transfer")
+_LONGEST_S = 1e9
 
 
 @dataclass(slots=True)
 class _Link:
     """`theirs`: what the other side has said.
 
-    `greeted`: our HELLO was posted on the connection that it has.
+    `target`: the instance to which a link of ours leads; empty for a link of theirs. `greeted_s`: when our
+    HELLO was posted on the connection that it has.
     """
 
-    is_ours: bool
+    target: str = ""
+    address: Mapping[str, str | int] = field(default_factory=dict)
     greeted_s: float | None = None
     theirs: Hello | None = None
     agreed: Agreement | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return bool(self.target)
 
 
 class TransferChannel:
@@ -104,7 +117,7 @@ class TransferChannel:
             raise ConfigError(f"a block of {layout} has not {memory.bytes_per_block} bytes")
         self.node, self._transport, self._block_size = node, transport, schema.block_size
         self._options, self._clock = options, clock
-        self._hello = _hello(node, schema, layout, block_format, blocks, options.chunk_bytes)
+        self._hello = _hello(node, schema, layout, block_format, blocks, options)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Guards all books of transfers; notified when `poll` has something to do."""
@@ -131,15 +144,21 @@ class TransferChannel:
         try:
             found = json.loads(metadata)
             node, address = found["node"], found["address"]
-            is_good = isinstance(node, str) and isinstance(address, dict)
+            is_good = isinstance(node, str) and isinstance(address, dict) and bool(node)
         except (ValueError, KeyError, TypeError, RecursionError):
             is_good = False
         if not is_good:
             raise KVDataError("no metadata of a KV transfer channel: pass what its metadata() returns")
-        link = self._transport.connect(address)
         with self._changed:
-            self._links[link] = _Link(is_ours=True)
+            old = self._peers.get(node)
+            if old is not None and self._links[old].address == address:
+                return str(node)
+            link = self._transport.connect(address)
+            self._links[link] = _Link(node, address)
             self._peers[node] = link
+            if old is not None:
+                del self._links[old]
+                self._sender.move(old, link, f"{node} has another address")
         return str(node)
 
     def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
@@ -186,7 +205,21 @@ class TransferChannel:
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
-            return self._receiver.has_news or self._sender.has_news or self._changed.wait(timeout_s)
+            if self._receiver.has_news or self._sender.has_news:
+                return True
+            due_s = self._deadline_s() - self._clock.now()
+            is_due = due_s <= timeout_s
+            return self._changed.wait(max(0.0, min(due_s, timeout_s))) or is_due
+
+    def _deadline_s(self) -> float:
+        """When `poll` has something to do, even if nothing comes."""
+        ours = (self._links[link] for link in self._peers.values())
+        waiting = [
+            each.greeted_s + self._options.stall_s
+            for each in ours
+            if each.greeted_s is not None and each.agreed is None
+        ]
+        return min([*waiting, *self._sender.deadlines(), *self._receiver.deadlines()], default=math.inf)
 
     def bandwidth_bytes_per_s(self, target: str) -> float | None:
         with self._changed:
@@ -223,30 +256,49 @@ class TransferChannel:
 
     def message(self, link: int, message: Message) -> None:
         """Raises `KVDataError` for what is no message; the transport then resets the link."""
-        head = message.head
         with self._lock:
             if self._is_closed:
                 return
             if message.kind == Kind.HELLO:
-                self._on_hello(link, Hello.unpack(head))
+                self._on_hello(link, message.head)
                 return
             state = self._links.get(link)
             if state is None or (state.theirs is None and message.kind != Kind.REFUSED):
                 raise KVDataError("the first message is a HELLO")
-            if message.kind == Kind.OFFER and state.agreed is not None and state.theirs is not None:
-                self._receiver.offered(link, state.theirs, state.agreed, message)
-            elif message.kind == Kind.CANCEL:
-                self._receiver.cancelled(link, Cancel.unpack(head))
-            elif message.kind == Kind.ACCEPT:
-                self._sender.accepted(link, Accept.unpack(head))
-            elif message.kind == Kind.ACK:
-                self._sender.acknowledged(link, Ack.unpack(head))
-            elif message.kind == Kind.END:
-                self._sender.ended(link, End.unpack(head))
-            elif message.kind == Kind.REFUSED:
-                self._refuse(link, state, Refusal.unpack(head).reason)
-            else:
+            is_taken = (self._of_target if state.is_ours else self._of_sender)(link, state, message)
+            if not is_taken:
                 raise KVDataError(f"a message of kind {message.kind} is not expected here")
+
+    def _of_target(self, link: int, state: _Link, message: Message) -> bool:
+        """A message to the side that sends; False for another kind."""
+        head = message.head
+        if message.kind == Kind.ACK:
+            self._sender.acknowledged(link, Ack.unpack(head))
+        elif message.kind == Kind.ACCEPT:
+            self._sender.accepted(link, Accept.unpack(head))
+        elif message.kind == Kind.END:
+            self._sender.ended(link, End.unpack(head))
+        elif message.kind == Kind.ALIVE:
+            self._sender.alive(link, Alive.unpack(head))
+        elif message.kind == Kind.REFUSED:
+            self._refuse(link, state, Refusal.unpack(head).reason)
+        else:
+            return False
+        return True
+
+    def _of_sender(self, link: int, state: _Link, message: Message) -> bool:
+        """A message to the side that receives; False for another kind."""
+        if state.agreed is None or state.theirs is None:
+            return False
+        if message.kind == Kind.OFFER:
+            self._receiver.offered(link, state.theirs, state.agreed, message)
+        elif message.kind == Kind.CANCEL:
+            self._receiver.cancelled(link, Cancel.unpack(message.head))
+        elif message.kind == Kind.ALIVE:
+            self._receiver.alive(link, Alive.unpack(message.head))
+        else:
+            return False
+        return True
 
     def place(self, link: int, head: bytes, num_bytes: int) -> Place | None:
         with self._lock:
@@ -277,7 +329,8 @@ class TransferChannel:
     # -- handshakes
 
     def _agreement(self, link: int) -> Agreement | None:
-        return self._links[link].agreed
+        state = self._links.get(link)
+        return None if state is None else state.agreed
 
     def _greet(self, link: int) -> None:
         """Send our HELLO, which connects the link, if something is to be sent."""
@@ -295,40 +348,44 @@ class TransferChannel:
             state.greeted_s = self._clock.now()
             self._transport.reset(link, f"no answer to our HELLO for {stall_s:g} s")
 
-    def _on_hello(self, link: int, theirs: Hello) -> None:
-        state = self._links.setdefault(link, _Link(is_ours=False))
-        if state.theirs is not None and state.theirs != theirs:
+    def _on_hello(self, link: int, head: bytes) -> None:
+        state = self._links.setdefault(link, _Link())
+        theirs, agreed, reason = None, None, ""
+        try:
+            theirs = Hello.unpack(head)
+            if state.is_ours and theirs.node != state.target:
+                raise KVDataError(
+                    f"{theirs.node!r} answers there: add_peer with the metadata that it has now"
+                )
+            agreed = agree(self._hello, theirs) if state.is_ours else agree(theirs, self._hello)
+        except KVDataError as error:
+            reason = str(error)
+        if state.theirs not in (None, theirs):
             raise KVDataError("a second HELLO, which differs")
         if state.is_ours and state.agreed is not None:
             return
-        state.theirs = theirs
-        if state.is_ours:
-            try:
-                state.agreed = agree(self._hello, theirs)
-            except KVDataError as error:
-                self._refuse(link, state, str(error))
-            else:
-                self._sender.offer_due(link)
-            return
-        answer: Hello | Refusal = self._hello
-        try:
-            state.agreed = agree(theirs, self._hello)
-        except KVDataError as error:
-            answer = Refusal(str(error)[:2000])
-        self._transport.post(link, Message(answer.kind, answer.pack()))
+        state.theirs, state.agreed = theirs, agreed
+        if not state.is_ours:
+            answer = self._hello if agreed is not None else Refusal(reason_of(reason))
+            self._transport.post(link, Message(answer.kind, answer.pack()))
+        elif agreed is None:
+            self._refuse(link, state, reason)
+        else:
+            self._sender.offer_due(link)
 
     def _refuse(self, link: int, state: _Link, reason: str) -> None:
         """End all that waits for the link; the next transfer asks again."""
-        state.greeted_s, state.theirs = None, None
+        state.greeted_s, state.theirs, state.agreed = None, None, None
         self._sender.refused(link, reason)
 
 
 def _hello(
     node: str, schema: KVCacheSchema, layout: BlockLayout | None, block_format: BlockFormat,
-    blocks: InstanceBlocks, chunk_bytes: int,
+    blocks: InstanceBlocks, options: ChannelOptions,
 ) -> Hello:  # fmt: skip
+    """Raises `ConfigError` for names that no HELLO can hold."""
     codec = "" if blocks.codec is None or blocks.codec.name == "raw" else blocks.codec.name
-    return Hello(
+    made = Hello(
         protocol=PROTOCOL,
         node=node,
         fingerprint=schema.model_fingerprint,
@@ -336,7 +393,7 @@ def _hello(
         bytes_per_block=block_format.bytes_per_block,
         has_views=blocks.has_views,
         codec=codec,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=options.chunk_bytes,
         axes="" if layout is None else layout.axes,
         num_layers=schema.num_layers,
         total_heads=schema.num_kv_heads if layout is None else layout.total_heads,
@@ -345,4 +402,10 @@ def _hello(
         dtype=schema.dtype,
         first_head=0 if layout is None else layout.first_head,
         num_heads=0 if layout is None else layout.num_heads,
+        instance=secrets.token_hex(16),
+        stall_ms=math.ceil(min(options.stall_s, _LONGEST_S) * 1000),
     )
+    try:
+        return Hello.unpack(made.pack())
+    except KVDataError as error:
+        raise ConfigError(f"KV transfer: {error}") from error

@@ -26,7 +26,7 @@ class Agreement(NamedTuple):
 
     `wire_bytes`: of a block on the wire. `source`, `wire` and `target` are the layouts of blocks at the
     sender, on the wire and at the receiver, where they are not all equal; else all are None. `codec` may be
-    empty.
+    empty. A side that has a transfer wait says every `beat_s` that it is alive.
     """
 
     wire_bytes: int
@@ -36,6 +36,7 @@ class Agreement(NamedTuple):
     source: BlockLayout | None = None
     wire: BlockLayout | None = None
     target: BlockLayout | None = None
+    beat_s: float = 1.0
 
     @property
     def is_reordered(self) -> bool:
@@ -62,8 +63,9 @@ def agree(sender: Hello, receiver: Hello) -> Agreement:
         raise KVDataError(f"chunks of {chunk_bytes} bytes: set chunk_bytes to {LEAST_CHUNK_BYTES} or more")
     codec = sender.codec if sender.codec == receiver.codec else ""
     has_views = sender.has_views and receiver.has_views
+    beat_s = max(10, min(sender.stall_ms, receiver.stall_ms)) / 4000
     if sender.digest == receiver.digest and sender.bytes_per_block == receiver.bytes_per_block:
-        equal = Agreement(receiver.bytes_per_block, chunk_bytes, codec, has_views)
+        equal = Agreement(receiver.bytes_per_block, chunk_bytes, codec, has_views, beat_s=beat_s)
         if (sender.axes, sender.first_head, sender.num_heads) == (
             receiver.axes, receiver.first_head, receiver.num_heads,
         ):  # fmt: skip
@@ -84,8 +86,8 @@ def agree(sender: Hello, receiver: Hello) -> Agreement:
         )
     wire = target.of_heads(first, last)
     if source == wire == target:
-        return Agreement(wire.bytes_per_block, chunk_bytes, codec, has_views)
-    return Agreement(wire.bytes_per_block, chunk_bytes, codec, False, source, wire, target)
+        return Agreement(wire.bytes_per_block, chunk_bytes, codec, has_views, beat_s=beat_s)
+    return Agreement(wire.bytes_per_block, chunk_bytes, codec, False, source, wire, target, beat_s)
 
 
 _MUST_MATCH = {

@@ -17,9 +17,10 @@ from sagellm.core.errors import ConfigError, KVDataError, shown
 from sagellm.core.protocols.kv_tiers import BlockHeader
 from sagellm.core.protocols.kv_transfer import BlockLayout, TransferStatus
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEAD_BYTES = 64 << 10
 MAX_TOKENS = 1 << 24
+MAX_REASON = 2000
 _LARGEST = 1 << 62
 _ENDS = {each.value for each in TransferStatus} - {TransferStatus.PENDING.value}
 _CHUNK, _ACK = struct.Struct("<QQI"), struct.Struct("<QQHH")
@@ -38,6 +39,7 @@ class Kind(IntEnum):
     ACK = 6
     CANCEL = 7
     END = 8
+    ALIVE = 9
 
 
 class ChunkHead(NamedTuple):
@@ -88,7 +90,7 @@ class Ack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Json:
-    """A message whose head is JSON.
+    """A message whose head is JSON, of at most `MAX_HEAD_BYTES`.
 
     Strings have at most `limits[name]` characters, integers are not negative.
     """
@@ -101,21 +103,27 @@ class _Json:
 
     @classmethod
     def unpack(cls, head: bytes) -> Self:
+        if len(head) > MAX_HEAD_BYTES:
+            raise KVDataError(f"{cls.__name__}: {len(head)} bytes, at most {MAX_HEAD_BYTES}")
         try:
             found = json.loads(head)
         except (ValueError, RecursionError) as error:
             raise KVDataError(f"{cls.__name__}: no JSON: {error}") from None
         if not isinstance(found, dict) or found.keys() != {each.name for each in fields(cls)}:
             names = sorted(found) if isinstance(found, dict) else found
-            raise KVDataError(f"{cls.__name__}: other fields than expected: {shown(names)}")
+            raise KVDataError(
+                f"{cls.__name__}: other fields than expected: {shown(names)}; "
+                "run the same version on both sides"
+            )
         for each in fields(cls):
             found[each.name] = cls._checked(each.name, str(each.type), found[each.name])
         return cls(**found)
 
     @classmethod
     def _checked(cls, name: str, kind: str, value: Any) -> Any:
+        most = cls.limits.get(name, _LARGEST if kind == "int" else 64)
         if kind.startswith("tuple"):
-            count, most = kind.count("str"), cls.limits[name]
+            count = kind.count("str")
             fits = (
                 isinstance(value, list)
                 and len(value) == count
@@ -125,12 +133,18 @@ class _Json:
         elif kind == "bool":
             fits = isinstance(value, bool)
         elif kind == "int":
-            fits = type(value) is int and 0 <= value <= cls.limits.get(name, _LARGEST)
+            fits = type(value) is int and 0 <= value <= most
         else:
-            fits = _is_text(value, cls.limits.get(name, 64))
+            fits = _is_text(value, most)
         if not fits:
-            raise KVDataError(f"{cls.__name__}: {name} is {shown(value)}")
+            size = "" if kind == "bool" else f" of at most {most}"
+            raise KVDataError(f"{cls.__name__}: {name} is {shown(value)}; {kind}{size} fits")
         return value
+
+
+def reason_of(text: str) -> str:
+    """As much of a text as the reason of a message holds."""
+    return text[:MAX_REASON].encode("utf-8", "replace").decode()
 
 
 def _is_text(value: Any, most: int) -> bool:
@@ -144,7 +158,8 @@ def _is_text(value: Any, most: int) -> bool:
 class Hello(_Json):
     """What an instance has: sent by both sides first. `axes` is empty where the layout has no conversion.
 
-    `digest`: of the block format, in hexadecimal digits. `has_views`: parts of a block can be moved alone.
+    `instance`: a random name for this run of it. `digest`: of the block format, in hexadecimal digits.
+    `has_views`: parts of a block can be moved alone. `stall_ms`: it gives a silent link up after that.
     """
 
     kind = Kind.HELLO
@@ -171,6 +186,8 @@ class Hello(_Json):
     dtype: str
     first_head: int
     num_heads: int
+    instance: str
+    stall_ms: int
 
     @property
     def layout(self) -> BlockLayout | None:
@@ -194,13 +211,16 @@ class Refusal(_Json):
     """The models or layouts of two instances differ, and why. Ends all transfers between them."""
 
     kind = Kind.REFUSED
-    limits: ClassVar[Mapping[str, int]] = {"reason": 2000}
+    limits: ClassVar[Mapping[str, int]] = {"reason": MAX_REASON}
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(_Json):
-    """A path to send. The payload: its tokens as little-endian int32, then the note."""
+    """A path to send. The payload: its tokens as little-endian int32, then the note.
+
+    `oldest`: the sender will not offer transfers with smaller numbers again.
+    """
 
     kind = Kind.OFFER
     limits: ClassVar[Mapping[str, int]] = {
@@ -216,6 +236,7 @@ class Offer(_Json):
     num_tokens: int
     num_blocks: int
     by_layer: bool
+    oldest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +259,19 @@ class Cancel(_Json):
 
 
 @dataclass(frozen=True, slots=True)
+class Alive(_Json):
+    """The side that says so works on a transfer: it computes layers, or waits for room or other ranks."""
+
+    kind = Kind.ALIVE
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
 class End(_Json):
     """The target has ended a transfer, and has the first `num_tokens` tokens now."""
 
     kind = Kind.END
-    limits: ClassVar[Mapping[str, int]] = {"reason": 2000}
+    limits: ClassVar[Mapping[str, int]] = {"reason": MAX_REASON}
     transfer: int
     num_tokens: int
     status: str

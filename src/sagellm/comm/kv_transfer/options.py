@@ -21,12 +21,14 @@ LEAST_CHUNK_BYTES = 1024
 class ChannelOptions:
     """Settings of a channel.
 
-    `credits`: chunks of a transfer on their way; `max_credits`: of all transfers to this instance.
+    `credits`: chunks of an arrival on their way, at least one for each rank that sends heads of it;
+    `max_credits`: of all arrivals.
 
     An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a link is disconnected. A
     transfer is tried `num_retries` times more, with a pause of `backoff_s` that doubles; so is a damaged
     chunk, without a pause. An ended transfer whose blocks a link still reads gets `drain_s`; then the link is
-    disconnected. Offers beyond `max_offers` are sent back.
+    disconnected. Offers of a link beyond `max_offers` are sent back. A transfer whose link was
+    lost is reported to this engine if it is not offered again within `resume_s`.
     """
 
     chunk_bytes: int = 1 << 20
@@ -38,6 +40,7 @@ class ChannelOptions:
     backoff_s: float = 0.05
     max_offers: int = 256
     offer_wait_s: float = 5.0
+    resume_s: float = 2.0
 
     def __post_init__(self) -> None:
         for option in fields(self):

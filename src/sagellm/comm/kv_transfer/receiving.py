@@ -2,7 +2,8 @@
 
 Blocks are reserved by `begin_receive`, filled chunk by chunk, verified, and enter the prefix index by
 `publish`. If a transfer ends early, its leading blocks that are whole and verified are published, and the
-rest is free again: after `Incoming.close`, no thread writes to it. Late data finds another epoch, or none.
+rest is free again: after `ArrivalBlocks.close`, no thread writes to it. Late data finds another epoch, or
+none.
 
 Ranks of a tensor-parallel sender may send their heads of one path apart: these transfers share an arrival.
 """
@@ -10,24 +11,37 @@ Ranks of a tensor-parallel sender may send their heads of one path apart: these 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 
 from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, checksum, copy_bytes, fill_views, scratch
 from sagellm.comm.kv_transfer.chunks import ChunkSpan
+from sagellm.comm.kv_transfer.ended import EndedTransfers
+from sagellm.comm.kv_transfer.incoming import ArrivalBlocks, Incoming, Lost, Path, Waiting, heads_of
 from sagellm.comm.kv_transfer.layouts import Agreement
-from sagellm.comm.kv_transfer.messages import Accept, Ack, Cancel, ChunkHead, End, Hello, Kind, Offer
+from sagellm.comm.kv_transfer.messages import (
+    Accept,
+    Ack,
+    Alive,
+    Cancel,
+    ChunkHead,
+    End,
+    Hello,
+    Kind,
+    Offer,
+    reason_of,
+)
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.sending import plan_of
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, KVDataError
-from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, Arrival, KVArrivals
+from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, KVArrivals
 from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
@@ -39,62 +53,8 @@ from sagellm.core.protocols.kv_transfer import (
 from sagellm.core.types import TOKEN_BYTES, Account, Namespace, Tokens
 
 log = logging.getLogger("sagellm.kv_transfer")
-
-
-@dataclass(slots=True)
-class Waiting:
-    """An offer that was not answered yet."""
-
-    link: int
-    sender: Hello
-    agreed: Agreement
-    offer: Offer
-    tokens: Tokens
-    note: bytes
-    since_s: float
-
-
-@dataclass(slots=True)
-class ArrivalBlocks:
-    """The blocks of an arrival, which several transfers may fill. No thread writes to them after `close`."""
-
-    arrival: Arrival
-    hashes: Sequence[bytes]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Wait for the copy that is under way, which waits for no network."""
-        with self.lock:
-            self.is_open = False
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One transfer.
-
-    Chunks are `pending` from their arrival until they are verified; then they are `landed`.
-    """
-
-    waiting: Waiting
-    target: ArrivalBlocks
-    plan: Sequence[ChunkSpan]
-    credits: int
-    progress_s: float
-    pending: set[int] = field(default_factory=set)
-    landed: set[int] = field(default_factory=set)
-    failure: tuple[TransferStatus, str] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.landed) == len(self.plan)
-
-    def num_whole(self) -> int:
-        """Leading blocks of which all bytes are there and verified."""
-        return min(
-            (chunk.first for number, chunk in enumerate(self.plan) if number not in self.landed),
-            default=len(self.target.arrival.block_ids),
-        )
+TRIES = 100
+"""How often an offer that waits for room is tried, at most, until its time is over."""
 
 
 class Place:
@@ -144,9 +104,16 @@ class Receiver:
         self._transport, self._blocks, self._layout, self._arrivals = transport, blocks, layout, arrivals
         self._hashes_of, self._block_size, self._changed = hashes_of, block_size, changed
         self._worker, self._options, self._clock = worker, options, clock
-        self._offers: deque[Waiting] = deque()
+        self._offers: dict[tuple[int, int], Waiting] = {}
+        """By link and transfer, in the order in which they came."""
+        self._try_s = -math.inf
+        """Offers that wait for credits or room are tried again then, or when a transfer has ended."""
         self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._open: list[ArrivalBlocks] = []
         self._finished: deque[tuple[int, int]] = deque()
+        self._lost: dict[tuple[str, int], Lost] = {}
+        """By instance and transfer: their links were lost, and they may be offered again."""
+        self._ended = EndedTransfers()
         self._received: list[ReceivedKV] = []
         self._unsent: list[tuple[Incoming, int, bool]] = []
         self.num_late = self.num_damaged = 0
@@ -162,28 +129,60 @@ class Receiver:
         if offer.num_blocks * self._block_size > offer.num_tokens:
             raise KVDataError(f"{offer.num_blocks} blocks of {offer.num_tokens} tokens are offered")
         key = (link, offer.transfer)
-        if key in self._incoming or any((each.link, each.offer.transfer) == key for each in self._offers):
+        is_late = self._ended.is_known(sender.instance, offer.transfer, offer.oldest)
+        if is_late or key in self._incoming or key in self._offers:
             return
-        tokens = _tokens(data[:num_bytes])
-        waiting = Waiting(link, sender, agreed, offer, tokens, data[num_bytes:], self._clock.now())
-        if len(self._offers) >= self._options.max_offers or self._arrivals is None:
-            reason = "it takes no KV" if self._arrivals is None else "too many offers wait"
-            self._tell(waiting, 0, TransferStatus.RETRY, reason)
+        end = self._ended.find(sender.instance, offer.transfer)
+        if end is None:
+            end = self._turned_away(link, offer)
+        if end is not None:
+            self._post(link, end)
             return
-        self._offers.append(waiting)
+        now = self._clock.now()
+        waiting = Waiting(link, sender, agreed, offer, _tokens(data[:num_bytes]), data[num_bytes:], now, now)
+        self._leave_other_links(waiting.identity)
+        self._offers[key] = waiting
+        self._try_s = -math.inf
         self._changed.notify_all()
 
+    def _turned_away(self, link: int, offer: Offer) -> End | None:
+        most = self._options.max_offers
+        if self._arrivals is None:
+            reason = "it takes no KV"
+        elif len(self._offers) >= most and sum(each.link == link for each in self._offers.values()) >= most:
+            reason = "too many offers wait"
+        else:
+            return None
+        return End(offer.transfer, 0, TransferStatus.RETRY.value, reason)
+
+    def _leave_other_links(self, identity: tuple[str, int]) -> None:
+        """The transfer is offered again: the link that had it is gone at the sender."""
+        for key in [key for key, each in self._offers.items() if each.identity == identity]:
+            del self._offers[key]
+        for incoming in self._incoming.values():
+            if incoming.waiting.identity == identity:
+                self._lose(incoming, "it was offered again on another link")
+
     def cancelled(self, link: int, cancel: Cancel) -> None:
-        self._fail((link, cancel.transfer), TransferStatus.CANCELLED, "the sender cancelled it")
-        self._offers = deque(
-            each for each in self._offers if (each.link, each.offer.transfer) != (link, cancel.transfer)
-        )
+        key = (link, cancel.transfer)
+        self._offers.pop(key, None)
+        self._fail(key, TransferStatus.CANCELLED, "the sender cancelled it")
+
+    def alive(self, link: int, alive: Alive) -> None:
+        """Its sender computes layers."""
+        incoming = self._incoming.get((link, alive.transfer))
+        if incoming is not None:
+            incoming.progress_s = self._clock.now()
 
     def lost(self, link: int, reason: str) -> None:
-        self._offers = deque(each for each in self._offers if each.link != link)
-        for key in list(self._incoming):
-            if key[0] == link:
-                self._fail(key, TransferStatus.RETRY, reason)
+        for key, waiting in list(self._offers.items()):
+            if waiting.link == link:
+                del self._offers[key]
+                if waiting.identity in self._lost:
+                    self._keep_lost(self._lost[waiting.identity].waiting, reason)
+        for incoming in self._incoming.values():
+            if incoming.waiting.link == link:
+                self._lose(incoming, reason)
 
     def place(self, link: int, head: ChunkHead, num_bytes: int) -> Place | None:
         incoming = self._incoming.get((link, head.transfer))
@@ -248,7 +247,7 @@ class Receiver:
             incoming.progress_s = self._clock.now()
             self._acknowledge(incoming, number, ok=is_good)
             if incoming.is_whole:
-                self._finished.append((incoming.waiting.link, incoming.waiting.offer.transfer))
+                self._finished.append(incoming.key)
                 self._changed.notify_all()
 
     def _is_good(self, place: Place) -> bool:
@@ -296,96 +295,153 @@ class Receiver:
         Without `may_take` the index and the pool stay as they are, and only what has stalled is noted.
         """
         now = self._clock.now()
-        for key, incoming in list(self._incoming.items()):
-            if incoming.failure is None and now - incoming.progress_s > self._options.stall_s:
-                if not incoming.is_whole:
-                    self._fail(key, TransferStatus.RETRY, f"nothing came for {self._options.stall_s:g} s")
-                elif not self._is_covered(incoming.target):
-                    self._fail(key, TransferStatus.RETRY, "other ranks did not send their heads")
+        self._watch(now)
         if not may_take:
             return
         while self._finished:
             key = self._finished.popleft()
             if key in self._incoming:
                 self._end(self._incoming[key].target)
-        while self._offers:
-            is_late = now - self._offers[0].since_s > self._options.offer_wait_s
-            if not self._begin(self._offers[0], is_last=is_late or not self._incoming):
-                break
-            self._offers.popleft()
+        if now >= self._try_s:
+            self._answer_offers(now)
+        self._report_lost(now)
 
-    def _begin(self, waiting: Waiting, *, is_last: bool) -> bool:
+    def _watch(self, now: float) -> None:
+        """End what has stalled; tell senders that wait for this side that it is alive."""
+        stall_s = self._options.stall_s
+        for key, incoming in self._incoming.items():
+            if incoming.failure is not None:
+                continue
+            if not incoming.is_complete and now - incoming.progress_s > stall_s:
+                is_whole, silence = incoming.is_whole, f"nothing came for {stall_s:g} s"
+                reason = "other ranks did not send their heads" if is_whole else silence
+                self._fail(key, TransferStatus.RETRY, reason)
+            elif incoming.is_whole:
+                self._say_alive(incoming.waiting, now)
+        for waiting in self._offers.values():
+            self._say_alive(waiting, now)
+
+    def _say_alive(self, waiting: Waiting, now: float) -> None:
+        if now - waiting.said_s >= waiting.agreed.beat_s:
+            waiting.said_s = now
+            self._post(waiting.link, Alive(waiting.offer.transfer))
+
+    def deadlines(self) -> Iterator[float]:
+        """When `advance` has something to do, even if nothing comes."""
+        for incoming in self._incoming.values():
+            if incoming.failure is None and incoming.is_whole:
+                yield incoming.waiting.said_s + incoming.waiting.agreed.beat_s
+            if incoming.failure is None and not incoming.is_complete:
+                yield incoming.progress_s + self._options.stall_s
+        if self._offers:
+            yield self._try_s
+            yield min(each.said_s + each.agreed.beat_s for each in self._offers.values())
+        yield from (each.since_s + self._options.resume_s for each in self._lost.values())
+
+    def _answer_offers(self, now: float) -> None:
+        """Answer offers in the order in which they came.
+
+        One that waits for credits or room keeps back those behind it, but for heads of an arrival that is
+        open: these need neither, so an arrival that waits for them cannot wait for itself.
+        """
+        is_blocked = False
+        given_up: set[Path] = set()
+        for key, waiting in list(self._offers.items()):
+            target = self._other_heads(waiting)
+            is_late = now - waiting.since_s > self._options.offer_wait_s
+            is_last = is_late or not self._incoming or waiting.path in given_up
+            if target is None and is_blocked and not is_last:
+                continue
+            try:
+                is_answered = self._begin(waiting, target, is_last=is_last)
+            except Exception as error:  # the other offers go on
+                log.exception("an offer of %s cannot be taken", waiting.offer.request_id)
+                self._conclude(waiting, 0, TransferStatus.REFUSED, f"{type(error).__name__}: {error}")
+                is_answered = True
+            if not is_answered:
+                is_blocked = True
+                continue
+            del self._offers[key]
+            if waiting.agreed.is_partial and key not in self._incoming:
+                given_up.add(waiting.path)  # alone, its other heads would hold their room for nothing
+        self._try_s = now + self._options.offer_wait_s / TRIES if is_blocked else -math.inf
+
+    def _begin(self, waiting: Waiting, target: ArrivalBlocks | None, *, is_last: bool) -> bool:
         """Answer an offer; False if it waits for credits or room.
 
-        A last try does not wait.
+        `target`: an arrival which waits for its heads. A last try does not wait.
         """
         assert self._arrivals is not None
+        if target is not None:
+            self._take(waiting, target)
+            return True
         num_blocks = waiting.offer.num_blocks
         namespace = Namespace(*waiting.offer.namespace)
-        shared = self._other_heads(waiting)
-        if shared is None and self._arrivals.num_cached(waiting.tokens, namespace, num_blocks) >= num_blocks:
+        if self._arrivals.num_cached(waiting.tokens, namespace, num_blocks) >= num_blocks:
             self._report(waiting, TransferStatus.DONE, "")
             return True
-        num_free = self._options.max_credits - sum(each.credits for each in self._incoming.values())
-        if num_free < 1 and not is_last:
-            return False
-        if num_free < 1:
-            self._report(waiting, TransferStatus.RETRY, "too many transfers come")
-            return True
-        if shared is None:
+        num_free = self._options.max_credits - sum(each.credits for each in self._open)
+        arrival = None
+        if num_free > 0:
             account = Account(*waiting.offer.account)
             arrival = self._arrivals.begin_receive(waiting.tokens, namespace, num_blocks, account)
-            if arrival is None and not is_last:
-                return False
-            if arrival is None:
-                self._report(waiting, TransferStatus.RETRY, "no room for its blocks")
-                return True
-            shared = ArrivalBlocks(arrival, ())
-        layout = waiting.agreed.wire or self._layout
-        by_layer = layout if waiting.offer.by_layer and waiting.agreed.has_views else None
-        plan = plan_of(len(shared.arrival.block_ids), waiting.agreed, by_layer)
-        num_credits = min(num_free, self._options.credits)
-        incoming = Incoming(waiting, shared, plan, num_credits, self._clock.now())
-        self._incoming[waiting.link, waiting.offer.transfer] = incoming
-        self._worker.submit(self._accept, incoming)
+        if arrival is None:
+            if is_last:
+                reason = "no room for its blocks" if num_free > 0 else "too many transfers come"
+                self._report(waiting, TransferStatus.RETRY, reason)
+            return is_last
+        target = ArrivalBlocks(arrival, min(num_free, self._options.credits))
+        try:
+            self._take(waiting, target)
+        except Exception:
+            self._incoming.pop((waiting.link, waiting.offer.transfer), None)
+            self._arrivals.abort(arrival)
+            raise
+        self._open.append(target)
         return True
 
+    def _take(self, waiting: Waiting, target: ArrivalBlocks) -> None:
+        layout = waiting.agreed.wire or self._layout
+        by_layer = layout if waiting.offer.by_layer and waiting.agreed.has_views else None
+        plan = plan_of(len(target.arrival.block_ids), waiting.agreed, by_layer)
+        incoming = Incoming(waiting, target, plan, target.share_of(waiting), self._clock.now())
+        target.transfers.append(incoming)
+        self._incoming[incoming.key] = incoming
+        self._worker.submit(self._accept, incoming)
+
     def _other_heads(self, waiting: Waiting) -> ArrivalBlocks | None:
-        """The arrival of the same path to which another rank sends other heads."""
-        mine = _heads(waiting)
-        for each in self._incoming.values():
-            other = each.waiting
-            is_same = (
-                each.failure is None and waiting.agreed.is_partial and other.agreed.is_partial
-                and other.offer.request_id == waiting.offer.request_id
-                and other.offer.namespace == waiting.offer.namespace
-                and other.offer.num_blocks == waiting.offer.num_blocks
+        """The open arrival of the same path to which other ranks send other heads."""
+        if not waiting.agreed.is_partial:
+            return None
+        mine = heads_of(waiting)
+        for target in self._open:
+            other = target.transfers[0].waiting
+            if (
+                other.offer.request_id == waiting.offer.request_id
+                and other.agreed.is_partial
+                and other.path == waiting.path
                 and other.tokens == waiting.tokens
-            )  # fmt: skip
-            if is_same and not mine & set().union(*map(_heads, self._sharing(each.target))):
-                return each.target
+                and not any(each.failure or mine & heads_of(each.waiting) for each in target.transfers)
+            ):
+                return target
         return None
-
-    def _sharing(self, target: ArrivalBlocks) -> list[Waiting]:
-        return [each.waiting for each in self._incoming.values() if each.target is target]
-
-    def _is_covered(self, target: ArrivalBlocks) -> bool:
-        """Whether all heads of its blocks come."""
-        [first, *others] = self._sharing(target)
-        if not first.agreed.is_partial:
-            return True
-        assert first.agreed.target is not None
-        wanted = set(range(first.agreed.target.first_head, first.agreed.target.last_head))
-        return wanted == _heads(first).union(*map(_heads, others))
 
     def _accept(self, incoming: Incoming) -> None:
         """On the worker: hashes of a long prompt take milliseconds."""
         target, offer = incoming.target, incoming.waiting.offer
-        if not target.hashes:
-            path = target.arrival.tokens.slice(0, offer.num_blocks * self._block_size).tobytes()
-            target.hashes = self._hashes_of(path, target.arrival.namespace)[target.arrival.first :]
-        accept = Accept(offer.transfer, target.arrival.epoch, target.arrival.first, incoming.credits)
-        self._transport.post(incoming.waiting.link, Message(accept.kind, accept.pack()))
+        try:
+            if not target.hashes:
+                path = target.arrival.tokens.slice(0, offer.num_blocks * self._block_size).tobytes()
+                target.hashes = self._hashes_of(path, target.arrival.namespace)[target.arrival.first :]
+        except Exception as error:
+            log.exception("the tokens of %s cannot be hashed", offer.request_id)
+            with self._changed:
+                self._fail(incoming.key, TransferStatus.REFUSED, f"{type(error).__name__}: {error}")
+            return
+        self._post(
+            incoming.waiting.link,
+            Accept(offer.transfer, target.arrival.epoch, target.arrival.first, incoming.credits),
+        )
 
     def _fail(self, key: tuple[int, int], status: TransferStatus, reason: str) -> None:
         incoming = self._incoming.get(key)
@@ -394,49 +450,93 @@ class Receiver:
             self._finished.append(key)
             self._changed.notify_all()
 
+    def _lose(self, incoming: Incoming, reason: str) -> None:
+        if incoming.failure is None:
+            incoming.is_lost = True
+            self._fail(incoming.key, TransferStatus.RETRY, reason)
+
     def fail_all(self, reason: str) -> None:
-        for key in list(self._incoming):
-            self._fail(key, TransferStatus.RETRY, reason)
+        """End all; nothing is offered again."""
         self._offers.clear()
+        for incoming in self._incoming.values():
+            self._fail(incoming.key, TransferStatus.RETRY, reason)
+            incoming.is_lost = False
+        for lost in list(self._lost.values()):
+            self._report(lost.waiting, TransferStatus.DONE, lost.reason)
 
     def _end(self, target: ArrivalBlocks) -> None:
         """Publish an arrival, if all its transfers are whole or one has failed."""
-        sharing = {key: each for key, each in self._incoming.items() if each.target is target}
-        failures = [each.failure for each in sharing.values() if each.failure is not None]
-        is_covered = self._is_covered(target)
-        if not failures and not (is_covered and all(each.is_whole for each in sharing.values())):
+        failures = [each.failure for each in target.transfers if each.failure is not None]
+        is_covered = target.is_covered
+        if not failures and not (is_covered and all(each.is_whole for each in target.transfers)):
             return
         target.close()
-        num_whole = min(each.num_whole() for each in sharing.values()) if is_covered else 0
+        self._open.remove(target)
+        for each in target.transfers:
+            del self._incoming[each.key]
+        self._try_s = -math.inf
+        num_whole = min(each.num_whole() for each in target.transfers) if is_covered else 0
         assert self._arrivals is not None
         if num_whole:
             self._arrivals.publish(target.arrival, num_whole)
         else:
             self._arrivals.abort(target.arrival)
         status, reason = failures[0] if failures else (TransferStatus.DONE, "")
-        for key, each in sharing.items():
-            del self._incoming[key]
-            self._report(each.waiting, status, reason)
+        for each in target.transfers:
+            if each.is_lost:
+                self._keep_lost(each.waiting, each.failure[1] if each.failure else reason)
+            else:
+                self._report(each.waiting, status, reason)
+
+    def _keep_lost(self, waiting: Waiting, reason: str) -> None:
+        self._lost.pop(waiting.identity, None)  # so that they are in the order of time
+        self._lost[waiting.identity] = Lost(waiting, reason, self._clock.now())
+
+    def _report_lost(self, now: float) -> None:
+        """Report transfers whose link was lost, and that were not offered again in time."""
+        if not self._has_lost(now):
+            return
+        live = {each.identity for each in self._offers.values()}
+        live.update(each.waiting.identity for each in self._incoming.values())
+        while self._has_lost(now):
+            lost = next(iter(self._lost.values()))
+            if lost.waiting.identity in live:
+                self._keep_lost(lost.waiting, lost.reason)
+            else:
+                self._report(lost.waiting, TransferStatus.DONE, lost.reason)
+
+    def _has_lost(self, now: float) -> bool:
+        first = next(iter(self._lost.values()), None)
+        return first is not None and now - first.since_s > self._options.resume_s
 
     def _report(self, waiting: Waiting, status: TransferStatus, reason: str) -> None:
-        """Tell the sender, and the engine."""
+        """Tell the sender, and the engine.
+
+        What is DONE becomes RETRY, for this reason, if blocks are missing.
+        """
         assert self._arrivals is not None
         namespace = Namespace(*waiting.offer.namespace)
         num_blocks = self._arrivals.num_cached(waiting.tokens, namespace, waiting.offer.num_blocks)
-        if status is TransferStatus.DONE and num_blocks < waiting.offer.num_blocks:
-            status, reason = TransferStatus.RETRY, "the blocks before them are gone"
-        num_tokens = num_blocks * self._block_size
-        self._tell(waiting, num_tokens, status, reason)
+        if status is TransferStatus.DONE:
+            is_there = num_blocks >= waiting.offer.num_blocks
+            status = TransferStatus.DONE if is_there else TransferStatus.RETRY
+            reason = "" if is_there else reason or "the blocks before them are gone"
+        self._conclude(waiting, num_blocks * self._block_size, status, reason)
+
+    def _conclude(self, waiting: Waiting, num_tokens: int, status: TransferStatus, reason: str) -> None:
+        end = End(waiting.offer.transfer, num_tokens, status.value, reason_of(reason))
+        self._ended.keep(waiting.sender.instance, end)
+        self._lost.pop(waiting.identity, None)
+        self._post(waiting.link, end)
         self._received.append(
             ReceivedKV(
-                waiting.offer.request_id, waiting.sender.node, waiting.tokens, namespace, num_tokens, status,
-                waiting.note, reason,
+                waiting.offer.request_id, waiting.sender.node, waiting.tokens,
+                Namespace(*waiting.offer.namespace), num_tokens, status, waiting.note, reason,
             )
         )  # fmt: skip
 
-    def _tell(self, waiting: Waiting, num_tokens: int, status: TransferStatus, reason: str) -> None:
-        end = End(waiting.offer.transfer, num_tokens, status.value, reason)
-        self._transport.post(waiting.link, Message(end.kind, end.pack()))
+    def _post(self, link: int, message: Accept | Alive | End) -> None:
+        self._transport.post(link, Message(message.kind, message.pack()))
 
     def take_received(self) -> list[ReceivedKV]:
         taken, self._received = self._received, []
@@ -445,29 +545,29 @@ class Receiver:
     @property
     def wants_blocks(self) -> bool:
         """Whether `advance` would take blocks, or publish some."""
-        return bool(self._offers or self._finished)
+        now = self._clock.now()
+        return bool(self._finished or (self._offers and now >= self._try_s)) or self._has_lost(now)
 
     @property
     def has_news(self) -> bool:
-        return bool(self._offers or self._finished or self._received)
+        return bool(self._received) or self.wants_blocks
 
     def check(self) -> None:
         """Raise `BookkeepingError` where transfers, credits and arrivals do not add up."""
-        used = sum(each.credits for each in self._incoming.values())
+        used = sum(each.credits for each in self._open)
         if used > self._options.max_credits:
             raise BookkeepingError(f"{used} credits are given, at most {self._options.max_credits}")
+        for target in self._open:
+            shared = sum(each.credits for each in target.transfers)
+            if shared > target.credits + len(target.transfers) or not target.is_open:
+                raise BookkeepingError(f"{target}: it is closed, or its transfers have {shared} credits")
         for each in self._incoming.values():
             if each.pending & each.landed or len(each.pending) > each.credits:
                 raise BookkeepingError(f"{each}: a chunk has landed and is pending, or there are too many")
-            if not each.target.is_open:
+            if each.target not in self._open or each not in each.target.transfers:
                 raise BookkeepingError(f"{each}: its arrival is closed")
         if self._arrivals is not None:
             self._arrivals.check()
-
-
-def _heads(waiting: Waiting) -> set[int]:
-    wire = waiting.agreed.wire
-    return set() if wire is None else set(range(wire.first_head, wire.last_head))
 
 
 def _tokens(data: bytes) -> Tokens:

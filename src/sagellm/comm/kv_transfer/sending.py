@@ -7,9 +7,10 @@ again: the target has kept the leading blocks that verified, so only the rest is
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +18,10 @@ from functools import partial
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks, checksum
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, can_cut_by_layer, cut, cut_by_layer
 from sagellm.comm.kv_transfer.layouts import Agreement
-from sagellm.comm.kv_transfer.messages import Accept, Ack, Cancel, ChunkHead, End, Kind, Offer
+from sagellm.comm.kv_transfer.messages import Accept, Ack, Alive, Cancel, ChunkHead, End, Kind, Offer
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.core.clock import Clock
-from sagellm.core.errors import BookkeepingError
+from sagellm.core.errors import BookkeepingError, ConfigError, KVDataError
 from sagellm.core.protocols.kv_tiers import BlockHeader
 from sagellm.core.protocols.kv_transfer import (
     BlockLayout,
@@ -67,6 +68,8 @@ class Outgoing:
     is_pumping: bool = False
     num_bytes: int = 0
     num_tokens: int = 0
+    said_s: float = 0.0
+    """When the target was last told that this side is alive."""
     outcome: TransferStatus | None = None
     reason: str = ""
     ended_s: float = 0.0
@@ -75,8 +78,7 @@ class Outgoing:
         """A chunk that may be sent now; it is in flight from then on."""
         if self.outcome is not None or not self.credits or not self.todo:
             return None
-        needed = self.plan[self.todo[0]].num_layers or self.all_layers
-        if self.by_layer and needed > self.num_layers:
+        if self.by_layer and self._lacks_layers:
             return None
         number = self.todo.popleft()
         self.in_flight.add(number)
@@ -89,6 +91,28 @@ class Outgoing:
             self.in_flight.remove(number)
             self.todo.appendleft(number)
             self.credits += 1
+
+    def begin_anew(self, offer_s: float) -> None:
+        """Its link was lost: it is offered again then."""
+        self.offer_s, self.accept, self.plan, self.credits = offer_s, None, (), 0
+        self.todo.clear()
+        self.in_flight.clear()
+
+    @property
+    def _lacks_layers(self) -> bool:
+        """Whether the next chunk has layers that are not computed."""
+        return (self.plan[self.todo[0]].num_layers or self.all_layers) > self.num_layers
+
+    @property
+    def waits_for_layers(self) -> bool:
+        """Whether its next chunk is not computed yet, and none is on its way."""
+        if self.outcome is not None or not self.by_layer or not self.todo or self.in_flight:
+            return False
+        return self._lacks_layers
+
+    @property
+    def waits_for_target(self) -> bool:
+        return self.outcome is None and self.offer_s is None and not self.waits_for_layers
 
     @property
     def is_quiet(self) -> bool:
@@ -115,13 +139,27 @@ class Sender:
         self._rates: dict[str, deque[tuple[int, float]]] = {}
 
     def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
-        self._num_begun += 1
+        """Raises `ConfigError` for a path that no offer can name."""
         now = self._clock.now()
-        made = Outgoing(Ticket(self._num_begun), path, target, link, by_layer, now, now, self._num_layers)
+        made = Outgoing(Ticket(self._num_begun + 1), path, target, link, by_layer, now, now, self._num_layers)
         made.offer_s = now
+        try:
+            Offer.unpack(self._offer_of(made).pack())
+        except (KVDataError, TypeError) as error:
+            raise ConfigError(f"this path cannot be offered: {error}") from error
+        self._num_begun += 1
         self._transfers[self._num_begun] = made
         self.offer_due(link)
         return made.ticket
+
+    def move(self, old: int, new: int, reason: str) -> None:
+        """The target of a link has another one now, on which all is offered again."""
+        now = self._clock.now()
+        for transfer in self._on(old):
+            if transfer.outcome is None:
+                transfer.link, transfer.num_attempts = new, 0
+                transfer.begin_anew(now)
+        self._transport.reset(old, reason)
 
     def offer_due(self, link: int) -> None:
         """Offer what is due on a link that is agreed on."""
@@ -148,16 +186,20 @@ class Sender:
         return [each for each in self._transfers.values() if each.link == link]
 
     def _offer(self, transfer: Outgoing, now: float) -> None:
-        path = transfer.path
+        path, offer = transfer.path, self._offer_of(transfer)
         transfer.offer_s, transfer.progress_s = None, now
         transfer.num_attempts += 1
-        offer = Offer(
-            transfer.ticket.transfer_id, path.request_id, path.namespace, path.account, len(path.tokens),
-            len(path.block_ids), transfer.by_layer and self._layers_lie_together(transfer.link),
-        )  # fmt: skip
         self._transport.post(
             transfer.link, Message(offer.kind, offer.pack(), [path.tokens.tobytes(), path.note])
         )
+
+    def _offer_of(self, transfer: Outgoing) -> Offer:
+        path, number = transfer.path, transfer.ticket.transfer_id
+        by_layer = transfer.by_layer and self._layers_lie_together(transfer.link)
+        return Offer(
+            number, path.request_id, path.namespace, path.account, len(path.tokens), len(path.block_ids),
+            by_layer, next(iter(self._transfers), number),
+        )  # fmt: skip
 
     def _layers_lie_together(self, link: int) -> bool:
         agreed = self._agreement_of(link)
@@ -203,6 +245,12 @@ class Sender:
                 return
         self._send_more(transfer)
 
+    def alive(self, link: int, alive: Alive) -> None:
+        """The target has it wait for room, or for other ranks."""
+        transfer = self._transfers.get(alive.transfer)
+        if transfer is not None and transfer.link == link:
+            transfer.progress_s = self._clock.now()
+
     def ended(self, link: int, end: End) -> None:
         transfer = self._transfers.get(end.transfer)
         if transfer is None or transfer.link != link or transfer.outcome is not None:
@@ -219,13 +267,9 @@ class Sender:
                 continue
             if transfer.offer_s is not None:  # it waited for the handshake
                 transfer.num_attempts += 1
-            transfer.accept, transfer.plan, transfer.credits = None, (), 0
-            transfer.todo.clear()
-            transfer.in_flight.clear()
+            transfer.begin_anew(now + self._options.backoff_s * 2 ** (transfer.num_attempts - 1))
             if transfer.num_attempts > self._options.num_retries:
                 self._end(transfer, TransferStatus.RETRY, reason)
-            else:
-                transfer.offer_s = now + self._options.backoff_s * 2 ** (transfer.num_attempts - 1)
 
     def refused(self, link: int, reason: str) -> None:
         for transfer in self._on(link):
@@ -253,41 +297,64 @@ class Sender:
             self._fail(transfer, TransferStatus.CANCELLED, "cancelled")
 
     def fail_all(self, reason: str) -> None:
+        """The transport and the worker have ended, so nothing reads blocks any more."""
         for transfer in self._transfers.values():
+            transfer.num_posted, transfer.is_pumping = 0, False
             if transfer.outcome is None:
                 self._end(transfer, TransferStatus.CANCELLED, reason)
 
     def reports(self) -> list[TransferReport]:
-        """Transfers that have ended since, and whose blocks nothing reads. Ends what has stalled."""
-        now, found = self._clock.now(), []
+        """Transfers that have ended since, and whose blocks nothing reads. Resets what has stalled."""
+        now, found, stalled = self._clock.now(), [], dict[int, str]()
         for number, transfer in list(self._transfers.items()):
-            if transfer.outcome is None:
-                waits_for_layers = (
-                    transfer.by_layer
-                    and bool(transfer.todo)
-                    and not transfer.in_flight
-                    and transfer.accept is not None
-                )
-                is_offered = transfer.offer_s is None
-                if is_offered and not waits_for_layers and now - transfer.progress_s > self._options.stall_s:
-                    transfer.progress_s = now
-                    self._transport.reset(transfer.link, f"no answer for {self._options.stall_s:g} s")
-            elif transfer.is_quiet:
+            if transfer.outcome is not None and transfer.is_quiet:
                 del self._transfers[number]
-                spent_s = transfer.ended_s - transfer.began_s
-                if transfer.outcome is TransferStatus.DONE and transfer.num_bytes and spent_s > 0:
-                    self._rates.setdefault(transfer.target, deque(maxlen=8)).append(
-                        (transfer.num_bytes, spent_s)
-                    )
-                found.append(
-                    TransferReport(
-                        transfer.ticket, transfer.outcome, transfer.num_tokens, transfer.num_bytes, spent_s,
-                        transfer.reason,
-                    )
-                )  # fmt: skip
-            elif transfer.num_posted and now - transfer.ended_s > self._options.drain_s:
-                self._transport.reset(transfer.link, "a chunk of a transfer that has ended was not taken")
+                found.append(self._report(transfer, transfer.outcome))
+            elif transfer.waits_for_layers:
+                self._say_alive(transfer, now)
+            elif self._deadline_s(transfer) < now:
+                transfer.progress_s = now
+                silence = f"no answer for {self._options.stall_s:g} s"
+                taken = "a chunk of a transfer that has ended was not taken"
+                stalled[transfer.link] = silence if transfer.outcome is None else taken
+        for link, reason in stalled.items():
+            self._transport.reset(link, reason)
         return found
+
+    def _report(self, transfer: Outgoing, outcome: TransferStatus) -> TransferReport:
+        spent_s = transfer.ended_s - transfer.began_s
+        if outcome is TransferStatus.DONE and transfer.num_bytes and spent_s > 0:
+            rates = self._rates.setdefault(transfer.target, deque(maxlen=8))
+            rates.append((transfer.num_bytes, spent_s))
+        return TransferReport(
+            transfer.ticket, outcome, transfer.num_tokens, transfer.num_bytes, spent_s, transfer.reason
+        )
+
+    def _say_alive(self, transfer: Outgoing, now: float) -> None:
+        agreed = self._agreement_of(transfer.link)
+        if agreed is not None and now - transfer.said_s >= agreed.beat_s:
+            transfer.said_s = now
+            alive = Alive(transfer.ticket.transfer_id)
+            self._transport.post(transfer.link, Message(alive.kind, alive.pack()))
+
+    def _deadline_s(self, transfer: Outgoing) -> float:
+        """When its link is reset, if nothing comes until then."""
+        if transfer.outcome is not None:
+            since_s = max(transfer.ended_s, transfer.progress_s)
+            return since_s + self._options.drain_s if transfer.num_posted else math.inf
+        return transfer.progress_s + self._options.stall_s if transfer.waits_for_target else math.inf
+
+    def deadlines(self) -> Iterator[float]:
+        """When `poll` has something to do, even if nothing comes."""
+        now = self._clock.now()
+        for transfer in self._transfers.values():
+            agreed = self._agreement_of(transfer.link)
+            if transfer.waits_for_layers and agreed is not None:
+                yield transfer.said_s + agreed.beat_s
+            elif transfer.outcome is None and transfer.offer_s is not None and transfer.offer_s > now:
+                yield transfer.offer_s
+            else:
+                yield self._deadline_s(transfer)
 
     def bandwidth_bytes_per_s(self, target: str) -> float | None:
         rates = self._rates.get(target)
@@ -338,7 +405,8 @@ class Sender:
     def _pump(self, transfer: Outgoing) -> None:
         """Make and post a chunk, and go on while there are credits. Without the lock."""
         with self._changed:
-            agreed, accept = self._agreement_of(transfer.link), transfer.accept
+            link, accept = transfer.link, transfer.accept
+            agreed = self._agreement_of(link)
             number = None if agreed is None or accept is None else transfer.next_chunk()
             if agreed is None or accept is None or number is None:
                 transfer.is_pumping = False
@@ -346,7 +414,7 @@ class Sender:
                 return
             chunk, num_sent = transfer.plan[number], self._num_sent
         try:
-            message = self._made(transfer, agreed, accept, number, chunk)
+            message = self._made(transfer, link, agreed, accept, number, chunk)
         except BlockingIOError:  # the link's memory is full
             with self._changed:
                 transfer.take_back(number)
@@ -366,19 +434,18 @@ class Sender:
         with self._changed:
             transfer.num_posted += 1
             transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
-        self._transport.post(transfer.link, message)
+        self._transport.post(link, message)
         with self._changed:
             self._submit(transfer, agreed)
 
     def _made(
-        self, transfer: Outgoing, agreed: Agreement, accept: Accept, number: int, chunk: ChunkSpan
+        self, transfer: Outgoing, link: int, agreed: Agreement, accept: Accept, number: int, chunk: ChunkSpan
     ) -> Message:
         if not transfer.hashes:
             tokens = transfer.path.tokens.tobytes()
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
         ids = transfer.path.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
-        reserve, link = self._transport.reserve, transfer.link
-        reserved = reserve(link, self._transport.max_payload_bytes)
+        reserved = self._transport.reserve(link, self._transport.max_payload_bytes)
         try:
             codec, payload = self._blocks.payload(ids, chunk, agreed, reserved)
             header = BlockHeader(

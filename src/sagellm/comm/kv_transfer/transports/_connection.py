@@ -161,6 +161,8 @@ class PeerSocket:
             for _, kind, data in ancillary:
                 if kind == socket.SCM_RIGHTS:
                     self.fds.extend(array("i", data[: len(data) // 4 * 4]))
+            if len(self.fds) > 1:
+                raise KVDataError("a peer sends more than one descriptor")
             return size
         if len(views) == 1:
             return self.sock.recv_into(views[0])

@@ -43,9 +43,10 @@ _SLOTS = struct.Struct("<QIQ")
 
 
 class Fabric(Protocol):
-    """A library that copies registered memory of another process into registered memory of this one.
+    """A library that copies memory of another process into memory of this one.
 
-    Called by the thread of a transport and by one thread for each peer. What fails raises `OSError`.
+    Both are registered with it. Called by the thread of a transport and by one thread for each peer. What
+    fails raises `OSError`.
     """
 
     def register(self, memory: memoryview) -> bytes:
@@ -81,15 +82,15 @@ class Region:
 class FabricTransport(SlotTransport, TcpTransport):
     """Implements `TransportEngine` over a `Fabric`, which it closes.
 
-    `host` and `port`: of the socket for messages. A link has `num_slots` slots on each side.
+    `host`, `port` and `advertise`: of the socket for messages. A link has `num_slots` slots on each side.
     """
 
     def __init__(
         self, fabric: Fabric, key: bytes, host: str = "127.0.0.1", port: int = SagePorts.KV_TRANSFER,
-        num_slots: int = NUM_SLOTS, auth_s: float = AUTH_S, clock: Clock | None = None,
+        num_slots: int = NUM_SLOTS, auth_s: float = AUTH_S, clock: Clock | None = None, advertise: str = "",
     ) -> None:  # fmt: skip
         self._have_slots(num_slots)
-        super().__init__(key, host, port, auth_s, clock)
+        super().__init__(key, host, port, auth_s, clock, advertise)
         self._fabric = fabric
         self._regions: dict[int, Region] = {}
         """Of the links that send."""
@@ -155,7 +156,7 @@ class FabricTransport(SlotTransport, TcpTransport):
             super().discard(link, memory)
 
     def _post(self, link: int, message: Message) -> None:
-        """A chunk that was made for a lost connection is not sent: its transfer begins anew."""
+        """Send no chunk that was made for a lost connection: its transfer begins anew."""
         payload = message.payload
         if message.is_chunk and len(payload) == 1 and self._is_of_lost_link(memoryview(payload[0])):
             self._endpoint.sent(link, message.token)
@@ -165,7 +166,7 @@ class FabricTransport(SlotTransport, TcpTransport):
                 self._fabric.offered()
 
     def _is_of_lost_link(self, memory: memoryview) -> bool:
-        """Whether it is a slot of a link that was lost; the slot is free then."""
+        """Whether it is a slot of a lost link. The slot is free then."""
         with self._lock:
             for region in self._left:
                 number = region.slots.number_of(memory)
@@ -226,10 +227,10 @@ class _Read(NamedTuple):
 
 
 class _Reader(threading.Thread):
-    """Reads the chunks of one connection. A thread of its own, since a library may wait for the network.
+    """Reads the chunks of one connection.
 
-    When the connection is lost, it waits for the reads that are on their way. Before that, the memory into
-    which they come is not used for anything else.
+    It is a thread, since a library may wait for the network. When the connection is lost, it waits for the
+    reads that are on their way. Before that, the memory into which they come is not used for anything else.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class _Reader(threading.Thread):
             self._changed.notify()
 
     def end(self) -> None:
-        """The connection is lost: no block is written to any more, and the endpoint is not called."""
+        """The connection is lost: write to no block any more, and call no endpoint."""
         with self._filling:
             self._is_ended = True
         with self._changed:
@@ -260,7 +261,7 @@ class _Reader(threading.Thread):
             self._changed.notify()
 
     def give_up(self) -> None:
-        """The library is about to be closed, which ends reads that are on their way."""
+        """Forget reads that are on their way: closing the library ends them."""
         self._active.clear()
 
     def run(self) -> None:
@@ -285,7 +286,7 @@ class _Reader(threading.Thread):
                 self._transport._idle.append(region)
 
     def _serve(self, slots: Slots, peer: Any) -> None:
-        """Until the connection is lost and no read is on its way, or the transport is closed."""
+        """Read until the connection is lost and no read is on its way."""
         pause_s = LEAST_PAUSE_S
         while not self._transport._is_closing:
             with self._changed:

@@ -1,4 +1,4 @@
-"""`SlotTransport`: payloads lie in slots of one chunk, and only messages go over the socket.
+"""`SlotTransport`: payloads lie in slots of one chunk; messages go over the socket.
 
 A sender makes a chunk in a slot of its own and posts the slot's number. The receiver takes the bytes from
 there, in a way that a subclass knows, and says that the slot is free. Where no slot is free, the sender

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -40,7 +41,10 @@ log = logging.getLogger("sagellm.kv_transfer")
 AUTH_S = 5.0
 """A connection must be there and authenticated by then."""
 MAX_UNPROVEN = 64
-"""Connections that others have opened and that have not proved to have the key; further ones are closed."""
+"""Connections from others that have not proved to have the key; of more, the oldest is closed."""
+PAUSE_S = 0.5
+"""No connection is accepted for that time, where descriptors or memory are used up."""
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _IDLE_S = 0.5
 _DROPPED_BYTES = 256 << 10
 
@@ -60,24 +64,29 @@ class StreamTransport:
         """By link that is ours."""
         self._connections: dict[int, PeerSocket] = {}
         self._links = itertools.count(1)
-        self._selector = selectors.DefaultSelector()
         self._tasks: deque[Callable[[], None]] = deque()
         self._is_awake = self._is_closing = False
-        self._waiting, self._waker = socket.socketpair()
         self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._thread: threading.Thread | None = None
+        self._paused_s: float | None = None
+        """Until when no connection is accepted."""
 
     def _listen(self) -> socket.socket:
         raise AssertionError("a subclass listens")
 
     def _dial(self, address: Mapping[str, str | int]) -> socket.socket:
-        """A socket that does not block and is connecting."""
+        """A socket that does not block, is prepared and is connecting."""
         raise AssertionError("a subclass dials")
+
+    def _prepare(self, sock: socket.socket) -> None:
+        """Set the options of a socket. Raises `OSError` for a peer with which nothing is spoken."""
 
     def start(self, endpoint: TransportEndpoint) -> None:
         self._endpoint = endpoint
         self._listener = self._listen()
         self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._waiting, self._waker = socket.socketpair()
         self._waiting.setblocking(False)
         self._selector.register(self._waiting, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -101,10 +110,10 @@ class StreamTransport:
 
     def close(self) -> None:
         self._is_closing = True
-        self._submit(lambda: None)
         if self._thread is not None:
+            self._submit(lambda: None)
             self._thread.join()
-        self._waker.close()
+            self._waker.close()
 
     def _submit(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -177,6 +186,9 @@ class StreamTransport:
 
     def _expire(self) -> None:
         now = self._clock.now()
+        if self._paused_s is not None and self._paused_s <= now:
+            self._paused_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         for connection in list(self._connections.values()):
             if connection.deadline_s is not None and connection.deadline_s < now:
                 self._lose(connection, f"not connected and authenticated within {self._auth_s:g} s")
@@ -211,14 +223,21 @@ class StreamTransport:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                log.warning("KV transfer accepts no connection for %g s: %s", PAUSE_S, error)
+                self._selector.unregister(self._listener)
+                self._paused_s = self._clock.now() + PAUSE_S
             return
-        unproven = sum(
-            not each.is_ours and each.deadline_s is not None for each in self._connections.values()
-        )
-        if unproven >= MAX_UNPROVEN:
+        try:
+            self._prepare(sock)
+        except OSError:
             sock.close()
             return
+        others = (each for each in self._connections.values() if not each.is_ours)
+        unproven = [each for each in others if each.deadline_s is not None]
+        if len(unproven) >= MAX_UNPROVEN:  # the oldest: a peer needs two round trips
+            self._lose(unproven[0], "too many connections have not proved to have the key")
         auth = ServerAuth(self._key)
         connection = self._register(sock, next(self._links), is_ours=False)
         response = bytearray(RESPONSE_BYTES)

@@ -30,6 +30,8 @@ class InProcessNetwork:
         self.links = itertools.count(1)
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self.running = threading.RLock()
+        """Held by what runs a task."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if threaded:
@@ -47,7 +49,8 @@ class InProcessNetwork:
             if not self._tasks:
                 return False
             task = self._tasks.popleft()
-        task()
+        with self.running:
+            task()
         return True
 
     def remove(self, node: str) -> None:
@@ -119,7 +122,8 @@ class InProcessTransport:
         self._network.submit(partial(self._break, link, reason))
 
     def close(self) -> None:
-        self._is_closed = True
+        with self._network.running:  # no task reads or writes blocks after this
+            self._is_closed = True
         for node, other in list(self._ends.values()):
             peer = self._network.nodes.get(node)
             if peer is not None and other:

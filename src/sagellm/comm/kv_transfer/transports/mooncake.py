@@ -1,8 +1,9 @@
 """`MooncakeTransport`: payloads over Mooncake's Transfer Engine, by RDMA or TCP.
 
 Package `mooncake-transfer-engine-non-cuda`, which needs the libraries `libibverbs1`, `libnl-3-200` and
-`libnl-route-3-200` of Debian. Its environment variables are the user's: `MC_LOG_LEVEL`, say. It authenticates
-nothing: who reaches its ports may read and write registered memory, so these must be on a trusted network.
+`libnl-route-3-200` of Debian. Its environment variables are the user's: `MC_LOG_LEVEL`, say. It has no
+authentication: a host that reaches its ports may read and write registered memory, so only trusted hosts may
+reach them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MooncakeFabric:
         return read
 
     def is_done(self, read: int) -> bool:
-        """Also a read that Mooncake reports as timed out may still arrive, so it is not done."""
+        """A read that Mooncake reports as timed out may still arrive: it is not done."""
         state = self._engine.transfer_check_status(read)
         if state == -1:
             raise ConnectionError("Mooncake: a read failed")
@@ -82,8 +83,8 @@ class MooncakeFabric:
 class MooncakeTransport(FabricTransport):
     """Implements `TransportEngine`. `key`: the same on all instances, at least 16 bytes.
 
-    `host`: where others reach this instance; `port`: of the socket for messages. `protocol` and `device` are
-    Mooncake's: "tcp", or "rdma" and NICs with commas between.
+    `host`, `port` and `advertise`: of the socket for messages; Mooncake is reached at the same address.
+    `protocol` and `device` are Mooncake's: "tcp", or "rdma" and NICs with commas between.
     """
 
     name = "mooncake"
@@ -91,8 +92,10 @@ class MooncakeTransport(FabricTransport):
     def __init__(
         self, key: bytes, host: str = "127.0.0.1", port: int = SagePorts.KV_TRANSFER, protocol: str = "tcp",
         device: str = "", num_slots: int = NUM_SLOTS, auth_s: float = AUTH_S, clock: Clock | None = None,
+        advertise: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(MooncakeFabric(host, protocol, device), key, host, port, num_slots, auth_s, clock)
+        fabric = MooncakeFabric(advertise or host, protocol, device)
+        super().__init__(fabric, key, host, port, num_slots, auth_s, clock, advertise)
 
 
 PLUGIN = MooncakeTransport

@@ -1,8 +1,8 @@
 """`NixlTransport`: payloads over NIXL, which picks RDMA, shared memory or TCP by UCX.
 
 Package `nixl-cu12`; CUDA is not needed. The environment variables of UCX are the user's: `UCX_TLS=tcp` and
-`UCX_NET_DEVICES=eth0`, say. UCX authenticates nothing: who reaches its ports may read and write the memory of
-the process, so these must be on a trusted network.
+`UCX_NET_DEVICES=eth0`, say. UCX has no authentication: a host that reaches its ports may read and write the
+memory of the process, so only trusted hosts may reach them.
 """
 
 from __future__ import annotations
@@ -147,16 +147,16 @@ class NixlFabric:
 class NixlTransport(FabricTransport):
     """Implements `TransportEngine`. `key`: the same on all instances, at least 16 bytes.
 
-    `host` and `port`: of the socket for messages. `backend`: of NIXL.
+    `host`, `port` and `advertise`: of the socket for messages. `backend`: of NIXL.
     """
 
     name = "nixl"
 
     def __init__(
         self, key: bytes, host: str = "127.0.0.1", port: int = SagePorts.KV_TRANSFER, backend: str = "UCX",
-        num_slots: int = NUM_SLOTS, auth_s: float = AUTH_S, clock: Clock | None = None,
+        num_slots: int = NUM_SLOTS, auth_s: float = AUTH_S, clock: Clock | None = None, advertise: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(NixlFabric(backend), key, host, port, num_slots, auth_s, clock)
+        super().__init__(NixlFabric(backend), key, host, port, num_slots, auth_s, clock, advertise)
 
 
 PLUGIN = NixlTransport

@@ -10,12 +10,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import shutil
+import secrets
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sagellm.comm.kv_transfer.transports._auth import EXTRA_BYTES
 from sagellm.comm.kv_transfer.transports._connection import FrameHead, PeerSocket
@@ -25,6 +23,10 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, KVDataError
 
+MAX_SHARED_BYTES = 1 << 37
+"""Of a link. Memory is taken as slots are used."""
+_CREDENTIALS = struct.Struct("iII")
+"""The process, user and group of a peer."""
 _EXTRA = struct.Struct("<QI")
 assert _EXTRA.size == EXTRA_BYTES
 
@@ -32,7 +34,9 @@ assert _EXTRA.size == EXTRA_BYTES
 class SharedMemoryTransport(SlotTransport):
     """Implements `TransportEngine`. `key`: the same on all instances, at least 16 bytes.
 
-    A link has `num_slots` slots. The socket is in a folder of its own, which only this user can enter.
+    A link has `num_slots` slots. Instances run on one host, in one network namespace, as one user: the socket
+    has a random name in Linux's abstract namespace, so a process that is killed leaves nothing behind, and
+    peers of other users, but for root, are sent away before anything is said.
     """
 
     def __init__(
@@ -40,24 +44,38 @@ class SharedMemoryTransport(SlotTransport):
     ) -> None:
         self._have_slots(num_slots)
         super().__init__(key, auth_s, clock)
+        self._user = os.geteuid()
 
     def _listen(self) -> socket.socket:
-        self._folder = tempfile.mkdtemp(prefix="sagellm-kv-")
-        self._path = str(Path(self._folder) / "socket")
+        if self._slot_bytes * self._num_slots > MAX_SHARED_BYTES:
+            raise ConfigError(
+                f"{self._num_slots} slots of {self._slot_bytes} bytes: a link shares at most "
+                f"{MAX_SHARED_BYTES} bytes; set num_slots or chunk_bytes lower"
+            )
+        self._name = f"sagellm-kv-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(self._path)
+        listener.bind("\0" + self._name)
         listener.listen()
         return listener
 
-    def close(self) -> None:
-        super().close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _prepare(self, sock: socket.socket) -> None:
+        _, user, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user not in (self._user, 0):
+            raise PermissionError(f"the peer runs as user {user}, this instance as {self._user}")
+
+    @property
+    def _slot_bytes(self) -> int:
+        return cdiv(self.max_payload_bytes, mmap.PAGESIZE) * mmap.PAGESIZE
 
     def address(self) -> Mapping[str, str | int]:
-        return {"transport": "shared_memory", "path": self._path}
+        return {"transport": "shared_memory", "name": self._name}
 
     def connect(self, address: Mapping[str, str | int]) -> int:
-        if address.get("transport") != "shared_memory" or not isinstance(address.get("path"), str):
+        name = address.get("name")
+        is_name = isinstance(name, str) and name.isascii() and 0 < len(name) < 100
+        if address.get("transport") != "shared_memory" or not is_name:
             raise ConfigError(f"{dict(address)} is no address of a transport shared_memory")
         link = next(self._links)
         self._addresses[link] = address
@@ -67,7 +85,8 @@ class SharedMemoryTransport(SlotTransport):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            sock.connect(str(address["path"]))
+            sock.connect("\0" + str(address["name"]))
+            self._prepare(sock)
         except OSError:
             sock.close()
             raise
@@ -76,7 +95,7 @@ class SharedMemoryTransport(SlotTransport):
     # -- slots
 
     def _prove(self, connection: PeerSocket, respond: Callable[[bytes], bytes]) -> None:
-        slot_bytes = cdiv(self.max_payload_bytes, mmap.PAGESIZE) * mmap.PAGESIZE
+        slot_bytes = self._slot_bytes
         fd = os.memfd_create("sagellm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, slot_bytes * self._num_slots)
@@ -92,16 +111,12 @@ class SharedMemoryTransport(SlotTransport):
             self._slots[connection.link] = slots
 
     def _shares(self, connection: PeerSocket, extra: bytes) -> None:
-        """Map the peer's slots.
+        """Map the peer's slots, which may be larger than ours: what lies in them is not.
 
         It must not be able to shrink them, since reading would crash then.
         """
         slot_bytes, num_slots = _EXTRA.unpack(extra)
-        if (
-            len(connection.fds) != 1
-            or slot_bytes > 2 * self.max_payload_bytes + mmap.PAGESIZE
-            or num_slots > MAX_SLOTS
-        ):
+        if len(connection.fds) != 1 or slot_bytes * num_slots > MAX_SHARED_BYTES or num_slots > MAX_SLOTS:
             raise KVDataError("a peer shares no memory, or too much")
         fd = connection.fds.pop()
         try:
