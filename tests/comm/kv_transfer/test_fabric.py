@@ -109,15 +109,16 @@ def test_memory_of_a_read_that_hangs_is_not_used_again(scene: Scene) -> None:
     fabric, receiver = scene.fabric, scene.of(scene.target)
     fabric.is_stuck = True
     assert scene.send() is TransferStatus.RETRY
-    until(lambda: not receiver._readers, scene.source, scene.target)
-    num_hanging = len(receiver._running)
-    assert num_hanging >= 1
-    assert not receiver._idle, "each read hangs in memory of its own"
+    until(lambda: not any(each._active for each in receiver._readers.values()), scene.source, scene.target)
+    hanging = [each for each in receiver._running if each._active]
+    num_idle = len(receiver._idle)
+    assert hanging
     scene.check()
     assert scene.target.compute(prompt(2, BLOCKS))
+    assert len(receiver._idle) == num_idle, "each read hangs in memory of its own"
     fabric.is_stuck = False
-    until(lambda: not receiver._running, scene.source, scene.target)
-    assert len(receiver._idle) == num_hanging
+    until(lambda: not any(each.is_alive() for each in hanging), scene.source, scene.target)
+    assert len(receiver._idle) == num_idle + len(hanging)
     scene.target.check(scene.tokens, prompt(2, BLOCKS))
     assert scene.send() is TransferStatus.DONE
     scene.check()
