@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +29,7 @@ from sagellm.comm.kv_transfer.transports._fabric import (
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.kv_transfer import Message, TransferStatus
 from tests.comm.kv_transfer.fabrics import FAKE, LIBRARIES, FakeFabric, transport
+from tests.comm.kv_transfer.test_networks import PEER, ROOT
 from tests.comm.kv_transfer.world import KEY, SIZE, Instance, finish, introduce, prompt, until
 
 BLOCKS = 24
@@ -167,6 +171,37 @@ def test_a_link_that_is_reset_connects_again(kind: str) -> None:
             scene.target.evict_all()
         until(lambda: len(scene.of(scene.target)._running) <= 1, scene.source, scene.target)
         assert len(scene.of(scene.source)._idle) + len(scene.of(scene.source)._regions) <= 2
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_peer_that_stops_and_goes_on(kind: str) -> None:
+    """Its reads hang, its blocks become another prompt's, and then its bytes come."""
+    options = ChannelOptions(chunk_bytes=3000, credits=2, stall_s=0.5, offer_wait_s=0.2, resume_s=0.1)
+    me = Instance("test", transport(kind), num_blocks=512, options=options)
+    first, second = prompt(1, 400), prompt(2, 500)
+    peer = subprocess.Popen(
+        [sys.executable, "-c", PEER, kind, "sender", "400"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))},
+    )  # fmt: skip
+    try:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        me.channel.add_peer(peer.stdout.readline())
+        peer.stdin.write(me.channel.metadata() + b"\n")
+        peer.stdin.flush()
+        until(lambda: sum(len(each.landed) for each in me.channel._receiver._incoming.values()) > 20, me)
+        peer.send_signal(signal.SIGSTOP)
+        until(lambda: not me.arrivals.num_blocks, me)
+        me.evict_all()
+        assert me.compute(second)
+        peer.send_signal(signal.SIGCONT)
+        until(lambda: not any(each._is_ended for each in Scene.of(me)._running), me)
+        me.check(first, second)
+    finally:
+        peer.kill()
+        peer.communicate()
+        me.channel.close()
 
 
 def test_a_chunk_that_was_made_for_a_lost_link_is_not_sent(scene: Scene) -> None:
