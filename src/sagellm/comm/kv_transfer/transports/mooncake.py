@@ -65,7 +65,7 @@ class MooncakeFabric:
         return read
 
     def is_done(self, read: int) -> bool:
-        """A read that Mooncake reports as timed out may still arrive: it is not done."""
+        """A read that has timed out may still arrive: it is not done."""
         state = self._engine.transfer_check_status(read)
         if state == -1:
             raise ConnectionError("Mooncake: a read failed")
