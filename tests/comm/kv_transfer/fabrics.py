@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,4 +75,5 @@ def transport(kind: str, **options: Any) -> TransportEngine:
     """A transport between processes, or `FAKE`."""
     if kind == FAKE:
         return FabricTransport(FakeFabric(), KEY, port=0, **options)
+    os.environ.setdefault("UCX_MODULES", "^ib")  # see transports/nixl.py
     return TRANSPORTS.create(kind, key=KEY, **({} if kind == "shared_memory" else {"port": 0}), **options)

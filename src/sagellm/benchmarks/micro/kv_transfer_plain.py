@@ -23,7 +23,8 @@ HOST = "127.0.0.1"
 
 def force_tcp() -> None:
     """Have both libraries use TCP, unless the user has said what to use."""
-    for name, value in {"UCX_TLS": "tcp", "MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR"}.items():
+    tcp = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib", "MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR"}
+    for name, value in tcp.items():
         os.environ.setdefault(name, value)
 
 
