@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from sagellm.core.protocols.kv_transfer import Message, TransferStatus
 from tests.comm.kv_transfer.world import LAYOUT, SIZE, Instance, finish, introduce, prompt, until
 
 OPTIONS = ChannelOptions(
-    chunk_bytes=LAYOUT.bytes_per_block, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0, resume_s=0.3
+    chunk_bytes=LAYOUT.bytes_per_block, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0
 )
 DONE, RETRY = TransferStatus.DONE, TransferStatus.RETRY
 
@@ -44,11 +45,13 @@ class LosingTransport(InProcessTransport):
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Instance, Instance, LosingTransport]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Instance, Instance, LosingTransport]]:
+    """Its parameter, if any: `resume_s`."""
+    options = replace(OPTIONS, resume_s=getattr(request, "param", 30.0))
     with ExitStack() as stack:
         network = InProcessNetwork()
         transports = [LosingTransport(name, network) for name in "ab"]
-        made = [Instance(each.node, each, options=OPTIONS) for each in transports]
+        made = [Instance(each.node, each, options=options) for each in transports]
         for instance in made:
             stack.callback(instance.channel.close)
         introduce(*made)
@@ -84,6 +87,7 @@ def test_a_resumed_transfer_is_reported_when_it_has_ended(
     assert [each.status for each in target.received] == [DONE]
 
 
+@pytest.mark.parametrize("pair", [0.05], indirect=True)
 def test_what_is_not_offered_again_is_reported(pair: tuple[Instance, Instance, LosingTransport]) -> None:
     source, target, transport = pair
     transport.lose(Kind.ACK, 1, after=3)

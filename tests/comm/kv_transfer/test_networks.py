@@ -39,7 +39,6 @@ QUICK = ChannelOptions(
     backoff_s=0.02,
     drain_s=0.1,
     num_retries=3,
-    resume_s=0.2,
 )
 BLOCKS = 24
 

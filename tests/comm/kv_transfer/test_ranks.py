@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.kv_transfer import TransferStatus
-from tests.comm.kv_transfer.world import LAYOUT, SIZE, Instance, introduce, prompt, until
+from tests.comm.kv_transfer.world import LAYOUT, SIZE, Inline, Instance, introduce, prompt, until
 
 PROMPTS = [prompt(seed, 4) for seed in range(10)]
 DONE = TransferStatus.DONE
@@ -26,18 +26,25 @@ def stack() -> Iterator[ExitStack]:
 
 def ranks_and_whole(
     stack: ExitStack, num_ranks: int, *, of_rank: dict[str, Any] | None = None, num_blocks: int = 64,
-    **options: Any,
+    clock: ManualClock | None = None, **options: Any,
 ) -> tuple[list[Instance], Instance]:  # fmt: skip
-    network, each = InProcessNetwork(), LAYOUT.total_heads // num_ranks
+    network, each = InProcessNetwork(threaded=clock is None), LAYOUT.total_heads // num_ranks
+    worker = None if clock is None else Inline()
     given = {"chunk_bytes": 1024} | options
     made = []
     for number in range(num_ranks):
         name, chosen = f"rank {number}", ChannelOptions(**(given | (of_rank or {})))
         heads = LAYOUT.of_heads(number * each, (number + 1) * each)
-        made.append(Instance(name, InProcessTransport(name, network), layout=heads, options=chosen))
+        made.append(
+            Instance(
+                name, InProcessTransport(name, network), layout=heads, options=chosen, clock=clock,
+                worker=worker,
+            )
+        )  # fmt: skip
     whole = Instance(
-        "whole", InProcessTransport("whole", network), options=ChannelOptions(**given), num_blocks=num_blocks
-    )
+        "whole", InProcessTransport("whole", network), options=ChannelOptions(**given), num_blocks=num_blocks,
+        clock=clock, worker=worker,
+    )  # fmt: skip
     for instance in (*made, whole):
         stack.callback(instance.channel.close)
     introduce(*made, whole)
@@ -99,16 +106,17 @@ def test_heads_that_find_no_room_are_refused_together(stack: ExitStack) -> None:
 
 def test_a_rank_that_computes_keeps_the_others_waiting(stack: ExitStack) -> None:
     """Its heads come layer by layer, slower than links are given up; the other rank is told to wait."""
-    ranks, whole = ranks_and_whole(stack, 2, stall_s=0.2, offer_wait_s=0.1)
+    clock = ManualClock()
+    ranks, whole = ranks_and_whole(stack, 2, clock=clock, stall_s=0.2, offer_wait_s=0.1)
     [tokens, *_] = PROMPTS
     tickets = []
     for rank, by_layer in zip(ranks, (False, True), strict=True):
         rank.compute(tokens)
         tickets.append((rank, rank.send(tokens, "whole", by_layer=by_layer)))
     for layer in range(LAYOUT.num_layers):
-        wait(0.5, whole, *ranks)
+        run(1.0, clock, whole, *ranks)
         ranks[1].channel.computed(tickets[1][1], layer + 1)
-    until(lambda: all(ticket in rank.reports for rank, ticket in tickets), whole, *ranks)
+    run(0.1, clock, whole, *ranks)
     assert [rank.reports[ticket].status for rank, ticket in tickets] == [DONE, DONE]
     assert [each.status for each in whole.received] == [DONE, DONE]
     whole.check(tokens)
@@ -116,42 +124,57 @@ def test_a_rank_that_computes_keeps_the_others_waiting(stack: ExitStack) -> None
 
 def test_a_slow_prefill_is_no_stall(stack: ExitStack) -> None:
     """By layer between equal layouts; the sender is alive and has not computed them yet."""
-    network = InProcessNetwork()
-    options = ChannelOptions(stall_s=0.2, offer_wait_s=0.1, num_retries=0)
-    source, target = (Instance(name, InProcessTransport(name, network), options=options) for name in "ab")
-    for each in (source, target):
-        stack.callback(each.channel.close)
-    introduce(source, target)
+    clock = ManualClock()
+    [source], target = ranks_and_whole(stack, 1, clock=clock, stall_s=0.2, offer_wait_s=0.1, num_retries=0)
     [tokens, *_] = PROMPTS
     source.compute(tokens)
-    ticket = source.send(tokens, "b", by_layer=True)
+    ticket = source.send(tokens, "whole", by_layer=True)
     for layer in range(LAYOUT.num_layers):
-        wait(0.5, source, target)
+        run(1.0, clock, source, target)
         source.channel.computed(ticket, layer + 1)
-    until(lambda: ticket in source.reports, source, target)
+    run(0.1, clock, source, target)
     assert source.reports[ticket].status is DONE
     assert [each.status for each in target.received] == [DONE]
 
 
+def test_a_sender_that_does_not_poll_has_stalled(stack: ExitStack) -> None:
+    """Its blocks are free again at the target, though its link lives."""
+    clock = ManualClock()
+    [source], target = ranks_and_whole(stack, 1, clock=clock, stall_s=0.2, offer_wait_s=0.1)
+    [tokens, *_] = PROMPTS
+    source.compute(tokens)
+    source.send(tokens, "whole", by_layer=True)
+    run(0.1, clock, source, target)
+    assert target.arrivals.num_blocks
+    run(0.5, clock, target)
+    assert not target.arrivals.num_blocks
+    assert [each.status for each in target.received] == [TransferStatus.RETRY]
+
+
 def test_an_offer_may_wait_longer_than_its_sender_waits_for_an_answer(stack: ExitStack) -> None:
     """The target says that it is alive, while there is no room."""
-    ranks, whole = ranks_and_whole(
-        stack, 2, num_blocks=4, of_rank={"stall_s": 0.2, "offer_wait_s": 0.1, "num_retries": 0}
-    )
+    clock, impatient = ManualClock(), {"stall_s": 0.2, "offer_wait_s": 0.1, "num_retries": 0}
+    ranks, whole = ranks_and_whole(stack, 2, clock=clock, num_blocks=4, of_rank=impatient)
     first, second = PROMPTS[:2]
     for rank in ranks:
         rank.compute(first)
         rank.compute(second)
     begun = ranks[0].send(first, "whole", "a", by_layer=True)
-    until(lambda: whole.arrivals.num_blocks, whole, *ranks)
+    run(0.1, clock, whole, *ranks)
+    assert whole.arrivals.num_blocks
     others = [(rank, rank.send(second, "whole", "b")) for rank in ranks]
-    wait(0.6, whole, *ranks)
+    run(2.0, clock, whole, *ranks)
     ranks[0].channel.cancel(begun)
-    until(lambda: all(other in rank.reports for rank, other in others), whole, *ranks)
+    run(0.2, clock, whole, *ranks)
     assert [rank.reports[other].status for rank, other in others] == [DONE, DONE]
 
 
-def wait(seconds: float, *instances: Instance) -> None:
-    """Poll for that time."""
-    end_s = time.monotonic() + seconds
-    until(lambda: time.monotonic() > end_s, *instances)
+def run(seconds: float, clock: ManualClock, *instances: Instance) -> None:
+    """Deliver and poll while that time passes."""
+    network = instances[0].channel._transport._network  # type: ignore[attr-defined]
+    for _ in range(round(seconds / 0.01)):
+        while network.run_one():
+            pass
+        for each in instances:
+            each.poll()
+        clock.advance(0.01)

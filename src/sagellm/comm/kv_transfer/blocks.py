@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
-import xxhash
 
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, cut_views
 from sagellm.comm.kv_transfer.layouts import Agreement, reorder
+from sagellm.core.checksums import checksum, copy_with_checksum
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, KVCodec
 from sagellm.core.protocols.kv_transfer import BlockViews
 
 RAW = "raw"
+_SMALL_BYTES = 16 << 10
+"""Of a piece: many smaller ones are copied faster by the memory of blocks than one by one."""
 
 
 class InstanceBlocks:
@@ -29,6 +31,7 @@ class InstanceBlocks:
         has_views = getattr(memory, "has_views", False)
         self._views = cast(BlockViews, memory).views if has_views else None
         self._per_block = 0 if self._views is None else len(self._views([0]))
+        self._is_in_small_pieces = memory.bytes_per_block < self._per_block * _SMALL_BYTES
 
     @property
     def has_views(self) -> bool:
@@ -38,10 +41,10 @@ class InstanceBlocks:
 
     def payload(
         self, ids: Sequence[int], chunk: ChunkSpan, agreed: Agreement, reserved: memoryview | None
-    ) -> tuple[str, Sequence[Buffer]]:
-        """The codec and the bytes of a chunk, which has blocks `ids`.
+    ) -> tuple[str, Sequence[Buffer], int]:
+        """The codec, the bytes and the checksum of a chunk, which has blocks `ids`.
 
-        They are in `reserved`, if there is such memory.
+        The bytes are in `reserved`, if there is such memory.
         """
         if agreed.codec and not chunk.num_layers:
             whole = self._gathered(ids, agreed)
@@ -50,20 +53,20 @@ class InstanceBlocks:
             is_smaller = memoryview(encoded).nbytes < len(whole)
             codec, found = (agreed.codec, encoded) if is_smaller else (RAW, whole)
             if reserved is None:
-                return codec, [found]
+                return codec, [found], checksum([found])
             reserved = reserved[: memoryview(found).nbytes]
-            copy_bytes(reserved, found)
-            return codec, [reserved]
+            return codec, [reserved], copy_with_checksum([reserved], [found])
         if agreed.is_reordered or self._views is None:
-            return RAW, [self._gathered(ids, agreed, reserved)]
+            gathered = self._gathered(ids, agreed, reserved)
+            return RAW, [gathered], checksum([gathered])
         if reserved is None:
-            return RAW, self.views(ids, chunk)
+            views = self.views(ids, chunk)
+            return RAW, views, checksum(views)
         reserved = reserved[: chunk.num_bytes]
-        if chunk.num_bytes == len(ids) * self.bytes_per_block:
+        if self._is_in_small_pieces and chunk.num_bytes == len(ids) * self.bytes_per_block:
             self._memory.read_blocks(ids, reserved)
-        else:
-            fill(reserved, self.views(ids, chunk))
-        return RAW, [reserved]
+            return RAW, [reserved], checksum([reserved])
+        return RAW, [reserved], copy_with_checksum([reserved], self.views(ids, chunk))
 
     def _gathered(
         self, ids: Sequence[int], agreed: Agreement, target: memoryview | None = None
@@ -88,6 +91,13 @@ class InstanceBlocks:
         """The memory of a chunk in its blocks."""
         assert self._views is not None
         return cut_views(self._views(ids), self._per_block, chunk.spans)
+
+    def fill(self, ids: Sequence[int], chunk: ChunkSpan, views: Sequence[memoryview], data: Buffer) -> int:
+        """Copy a chunk to its `views` in blocks `ids`; returns the checksum of what was copied."""
+        if self._is_in_small_pieces and chunk.num_bytes == len(ids) * self.bytes_per_block:
+            self._memory.write_blocks(ids, data)
+            return checksum(views)
+        return copy_with_checksum(views, [data], past_cache=True)
 
     def write(self, ids: Sequence[int], agreed: Agreement, data: Buffer) -> None:
         """Bring whole blocks from the wire, or the heads that came, into blocks."""
@@ -115,34 +125,3 @@ class InstanceBlocks:
 def scratch(num_bytes: int) -> memoryview:
     """Memory that is not zeroed."""
     return np.empty(num_bytes, np.uint8).data
-
-
-def checksum(parts: Sequence[Buffer]) -> int:
-    """xxh3, 64 bits, of the parts one behind the other."""
-    if len(parts) == 1:
-        return xxhash.xxh3_64_intdigest(parts[0])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
-
-
-def copy_bytes(target: memoryview, source: Buffer) -> None:
-    """Copy without the interpreter's lock, which slices of memoryviews hold."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def fill(target: memoryview, parts: Sequence[memoryview]) -> None:
-    """Copy parts one behind the other."""
-    at = 0
-    for part in parts:
-        target[at : at + len(part)] = part
-        at += len(part)
-
-
-def fill_views(targets: Sequence[memoryview], data: memoryview) -> None:
-    """Cut data into parts."""
-    at = 0
-    for target in targets:
-        target[:] = data[at : at + len(target)]
-        at += len(target)

@@ -37,7 +37,7 @@ class EndedTransfers:
         return self._sender(instance).ends.get(transfer)
 
     def is_known(self, instance: str, transfer: int, oldest: int) -> bool:
-        """Whether the sender knows how it has ended; then an offer of it comes late.
+        """Whether the sender knows its end, so that an offer of it is late.
 
         `oldest`: as the offer has it.
         """

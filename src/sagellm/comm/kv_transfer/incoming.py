@@ -37,7 +37,7 @@ class Waiting:
 
     @property
     def path(self) -> Path:
-        """Equal for all ranks that send their heads of a path, as are the tokens."""
+        """Equal, as are the tokens, for ranks that send heads of one path."""
         return self.offer.request_id, self.offer.namespace, self.offer.num_blocks
 
 

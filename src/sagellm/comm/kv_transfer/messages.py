@@ -260,7 +260,7 @@ class Cancel(_Json):
 
 @dataclass(frozen=True, slots=True)
 class Alive(_Json):
-    """The side that says so works on a transfer: it computes layers, or waits for room or other ranks."""
+    """A sign of life: the transfer waits for layers, room or other ranks here."""
 
     kind = Kind.ALIVE
     transfer: int

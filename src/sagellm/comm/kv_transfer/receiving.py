@@ -16,11 +16,10 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from functools import partial
 
-from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, checksum, copy_bytes, fill_views, scratch
+from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, scratch
 from sagellm.comm.kv_transfer.chunks import ChunkSpan
 from sagellm.comm.kv_transfer.ended import EndedTransfers
 from sagellm.comm.kv_transfer.incoming import ArrivalBlocks, Incoming, Lost, Path, Waiting, heads_of
@@ -39,6 +38,7 @@ from sagellm.comm.kv_transfer.messages import (
 )
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.sending import plan_of
+from sagellm.core.checksums import checksum, copy_with_checksum
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, KVDataError
 from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, KVArrivals
@@ -58,17 +58,21 @@ TRIES = 100
 
 
 class Place:
-    """Implements `ChunkPlace`. `views` are the blocks themselves, or memory from which they are filled."""
+    """Implements `ChunkPlace`. `views` are the blocks themselves, or memory from which they are filled.
 
-    __slots__ = ("_write_blocks", "head", "in_place", "incoming", "views")
+    `checksum`: of what was written, if it was computed then. `blocks`: those of `views`, if it is they.
+    """
+
+    __slots__ = ("_blocks", "checksum", "chunk", "head", "ids", "in_place", "incoming", "views")
 
     def __init__(
-        self, incoming: Incoming, head: ChunkHead, views: list[memoryview],
-        write_blocks: Callable[[memoryview], None] | None, *, in_place: bool,
+        self, incoming: Incoming, head: ChunkHead, ids: Sequence[int], views: list[memoryview],
+        blocks: InstanceBlocks | None,
     ) -> None:  # fmt: skip
-        self.incoming, self.head, self.views, self.in_place = incoming, head, views, in_place
-        self._write_blocks = write_blocks
-        """Fills whole blocks faster than view by view."""
+        self.incoming, self.head, self.ids, self.views = incoming, head, ids, views
+        self.chunk = incoming.plan[head.number]
+        self._blocks, self.in_place = blocks, blocks is not None
+        self.checksum: int | None = None
 
     @property
     def lock(self) -> threading.Lock:
@@ -82,12 +86,10 @@ class Place:
         with self.lock:
             if not self.is_open:
                 return
-            if len(self.views) == 1:
-                copy_bytes(self.views[0], data)
-            elif self._write_blocks is not None:
-                self._write_blocks(data)
+            if self._blocks is None:
+                self.checksum = copy_with_checksum(self.views, [data])
             else:
-                fill_views(self.views, data)
+                self.checksum = self._blocks.fill(self.ids, self.chunk, self.views, data)
 
 
 class Receiver:
@@ -156,7 +158,7 @@ class Receiver:
         return End(offer.transfer, 0, TransferStatus.RETRY.value, reason)
 
     def _leave_other_links(self, identity: tuple[str, int]) -> None:
-        """The transfer is offered again: the link that had it is gone at the sender."""
+        """The transfer is offered again: its sender has given the other link up."""
         for key in [key for key, each in self._offers.items() if each.identity == identity]:
             del self._offers[key]
         for incoming in self._incoming.values():
@@ -201,13 +203,10 @@ class Receiver:
             self._acknowledge(incoming, number, ok=False)
             return None
         incoming.pending.add(number)
-        in_place = head.header.codec == RAW and not agreed.is_partial and self._blocks.has_views
-        if not in_place:
-            return Place(incoming, head, [scratch(num_bytes)], None, in_place=False)
         ids = self._ids(incoming, chunk)
-        is_whole = num_bytes == len(ids) * self._blocks.bytes_per_block
-        write_blocks = partial(self._blocks.write, ids, agreed) if is_whole else None
-        return Place(incoming, head, self._blocks.views(ids, chunk), write_blocks, in_place=True)
+        if head.header.codec != RAW or agreed.is_partial or not self._blocks.has_views:
+            return Place(incoming, head, ids, [scratch(num_bytes)], None)
+        return Place(incoming, head, ids, self._blocks.views(ids, chunk), self._blocks)
 
     def _fits(self, head: ChunkHead, incoming: Incoming, chunk: ChunkSpan, num_bytes: int) -> bool:
         header, agreed = head.header, incoming.waiting.agreed
@@ -252,18 +251,18 @@ class Receiver:
 
     def _is_good(self, place: Place) -> bool:
         incoming, header = place.incoming, place.head.header
-        if checksum(place.views) != header.checksum:
+        found = checksum(place.views) if place.checksum is None else place.checksum
+        if found != header.checksum:
             return False
         if place.in_place:
             return True
-        chunk, agreed = incoming.plan[place.head.number], incoming.waiting.agreed
         try:
-            data = self._blocks.decoded(header.codec, place.views[0], chunk.num_bytes)
+            data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes)
         except KVDataError:
             return False
         with place.lock:
             if place.is_open:
-                self._blocks.write(self._ids(incoming, chunk), agreed, data)
+                self._blocks.write(place.ids, incoming.waiting.agreed, data)
         return True
 
     def _ids(self, incoming: Incoming, chunk: ChunkSpan) -> Sequence[int]:
@@ -307,7 +306,7 @@ class Receiver:
         self._report_lost(now)
 
     def _watch(self, now: float) -> None:
-        """End what has stalled; tell senders that wait for this side that it is alive."""
+        """End what has stalled; tell waiting senders that this side is alive."""
         stall_s = self._options.stall_s
         for key, incoming in self._incoming.items():
             if incoming.failure is not None:
@@ -339,7 +338,7 @@ class Receiver:
         yield from (each.since_s + self._options.resume_s for each in self._lost.values())
 
     def _answer_offers(self, now: float) -> None:
-        """Answer offers in the order in which they came.
+        """Answer offers, the oldest first.
 
         One that waits for credits or room keeps back those behind it, but for heads of an arrival that is
         open: these need neither, so an arrival that waits for them cannot wait for itself.

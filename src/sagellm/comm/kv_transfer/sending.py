@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
-from sagellm.comm.kv_transfer.blocks import InstanceBlocks, checksum
+from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, can_cut_by_layer, cut, cut_by_layer
 from sagellm.comm.kv_transfer.layouts import Agreement
 from sagellm.comm.kv_transfer.messages import Accept, Ack, Alive, Cancel, ChunkHead, End, Kind, Offer
@@ -153,7 +153,7 @@ class Sender:
         return made.ticket
 
     def move(self, old: int, new: int, reason: str) -> None:
-        """The target of a link has another one now, on which all is offered again."""
+        """The target has another link now, on which all is offered again."""
         now = self._clock.now()
         for transfer in self._on(old):
             if transfer.outcome is None:
@@ -447,10 +447,10 @@ class Sender:
         ids = transfer.path.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
         reserved = self._transport.reserve(link, self._transport.max_payload_bytes)
         try:
-            codec, payload = self._blocks.payload(ids, chunk, agreed, reserved)
+            codec, payload, checksum = self._blocks.payload(ids, chunk, agreed, reserved)
             header = BlockHeader(
                 self._blocks.digest, transfer.hashes[accept.first + chunk.stop - 1], codec,
-                sum(memoryview(part).nbytes for part in payload), checksum(payload),
+                sum(memoryview(part).nbytes for part in payload), checksum,
             )  # fmt: skip
         except BaseException:
             if reserved is not None:

@@ -34,8 +34,8 @@ class TransferStatus(Enum):
     """Outcome of a transfer.
 
     `RETRY`: the target had no room or did not answer; the same call may succeed later, and sends only what
-    the target has not verified yet. `REFUSED`: models or layouts differ, so it never will. `CORRUPT`: bytes
-    arrived that failed verification, several times.
+    the target has not verified yet. `REFUSED`: models or layouts differ, or the target fails on this path, so
+    it never will. `CORRUPT`: bytes arrived that failed verification, several times.
     """
 
     PENDING = "pending"
@@ -140,7 +140,7 @@ class TransferReport:
 
 
 class ReceivedKV(NamedTuple):
-    """A transfer from another instance has ended here.
+    """A transfer from another instance has ended here. Each is named once, whatever happens to its link.
 
     `num_tokens`: from the first token on, what the prefix index has now. DONE, or why it is less.
     """
@@ -167,12 +167,16 @@ class KVTransferChannel(Protocol):
     def add_peer(self, metadata: bytes) -> str:
         """Know another instance; returns its name. It is connected to by the first transfer.
 
+        If it is known at another address, transfers under way begin anew at the new one.
+
         Raises `KVDataError` for what is no metadata, and `ConfigError` for another transport. Models and
         layouts are compared when it is connected.
         """
 
     def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
-        """Begin to send a path. Raises `ConfigError` for an unknown target.
+        """Begin to send a path.
+
+        Raises `ConfigError` for an unknown target, and for names or tokens that no offer can hold.
 
         With `by_layer` only layers that `computed` has named are sent, layer by layer.
         """
@@ -204,7 +208,7 @@ class KVTransferChannel(Protocol):
         """Of the last transfers to a target; None before the first."""
 
     def close(self) -> None:
-        """End all transfers. No thread reads or writes blocks any more."""
+        """End all transfers, which the next `poll` reports. No thread reads or writes blocks any more."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the books of transfers do not add up."""

@@ -29,7 +29,8 @@ MAX_BUFFERS = 512
 """In one call: half of what Linux takes."""
 READ_BYTES = 2 << 20
 """Read from a connection before others have their turn, and chunks are acknowledged."""
-
+AHEAD_BYTES = 4 << 10
+"""Several small frames are read by one call, and of a payload no more than this is copied twice."""
 
 SMALL, CHUNK, SLOT = range(3)
 """What a payload is. SLOT: it lies in memory that both sides share, and is not in the stream."""
@@ -106,6 +107,9 @@ class PeerSocket:
     place: ChunkPlace | None = None
     num_discarded: int = 0
     """Bytes of a payload that are still to be read and dropped."""
+    ahead: bytearray = field(default_factory=lambda: bytearray(AHEAD_BYTES))
+    ready: memoryview = field(default_factory=lambda: memoryview(b""))
+    """Bytes that were read into `ahead` and have not been used."""
     fds: list[int] = field(default_factory=list)
     is_connecting: bool = False
     wants: int = 0
@@ -122,6 +126,9 @@ class PeerSocket:
         while True:
             while not self.views and not self.num_discarded:
                 self.then()
+            if self.ready:
+                self._use_ready()
+                continue
             if left <= 0:
                 return
             try:
@@ -137,22 +144,43 @@ class PeerSocket:
             num_bytes = self.sock.recv_into(dropped[: self.num_discarded])
             self.num_discarded -= num_bytes
             return num_bytes
-        place = self.place
-        if place is None:
-            num_bytes = self._into(list(self.views)[:MAX_BUFFERS])
-        else:
-            with place.lock:
-                if not place.is_open:  # its blocks may be others' now
-                    self.num_discarded = sum(map(len, self.views))
-                    self.views.clear()
-                    self.place = None
-                    num_bytes = -1
-                else:
+        if self.place is not None:
+            with self.place.lock:
+                if self.place.is_open:
                     num_bytes = self._into([*self.views][:MAX_BUFFERS])
-            if num_bytes < 0:
-                return self._receive(dropped)
+                    _advance(self.views, num_bytes)
+                    return num_bytes
+            self._discard_place()
+            return self._receive(dropped)
+        if self.deadline_s is None and len(self.views[0]) < AHEAD_BYTES:
+            num_bytes = self.sock.recv_into(self.ahead)
+            self.ready = memoryview(self.ahead)[:num_bytes]
+            return num_bytes
+        num_bytes = self._into([*self.views][:MAX_BUFFERS])
         _advance(self.views, num_bytes)
         return num_bytes
+
+    def _use_ready(self) -> None:
+        """Bring bytes that were read ahead to where they belong."""
+        if self.num_discarded:
+            num_bytes = min(len(self.ready), self.num_discarded)
+            self.num_discarded -= num_bytes
+        elif self.place is None:
+            num_bytes = _fill(self.views[0], self.ready)
+            _advance(self.views, num_bytes)
+        else:
+            with self.place.lock:
+                num_bytes = _fill(self.views[0], self.ready) if self.place.is_open else 0
+            if not num_bytes:
+                self._discard_place()
+            _advance(self.views, num_bytes)
+        self.ready = self.ready[num_bytes:]
+
+    def _discard_place(self) -> None:
+        """Drop the rest of a payload: its blocks may be others' now."""
+        self.num_discarded = sum(map(len, self.views))
+        self.views.clear()
+        self.place = None
 
     def _into(self, views: list[memoryview]) -> int:
         if self.deadline_s is not None and self.sock.family == socket.AF_UNIX:
@@ -179,6 +207,12 @@ class PeerSocket:
                     return
                 _advance(first.buffers, num_bytes)
             done(self.outgoing.popleft())
+
+
+def _fill(view: memoryview, data: memoryview) -> int:
+    num_bytes = min(len(view), len(data))
+    view[:num_bytes] = data[:num_bytes]
+    return num_bytes
 
 
 def _advance(views: deque[memoryview], num_bytes: int) -> None:

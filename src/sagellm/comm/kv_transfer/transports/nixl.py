@@ -4,9 +4,9 @@ Package `nixl-cu12`; CUDA is not needed. The environment variables of UCX are th
 `UCX_NET_DEVICES=eth0`, say. UCX has no authentication: a host that reaches its ports may read and write the
 memory of the process, so only trusted hosts may reach them.
 
-Where Debian's `libnl-route-3-200` is installed too, which Mooncake needs, a process with `nixl-cu12` 1.5.1 ends
-with a segmentation fault after all else, since both copies of that library are loaded. `UCX_MODULES=^ib` avoids
-it on hosts without RDMA.
+Where Debian's `libnl-route-3-200` is installed too, which Mooncake needs, a process with `nixl-cu12` 1.5.1
+ends, when all is done, with a segmentation fault: both copies of that library are loaded. On hosts without
+RDMA, `UCX_MODULES=^ib` avoids it.
 """
 
 from __future__ import annotations

@@ -111,9 +111,10 @@ class SharedMemoryTransport(SlotTransport):
             self._slots[connection.link] = slots
 
     def _shares(self, connection: PeerSocket, extra: bytes) -> None:
-        """Map the peer's slots, which may be larger than ours: what lies in them is not.
+        """Map the peer's slots.
 
-        It must not be able to shrink them, since reading would crash then.
+        They may be larger than ours; what lies in them is not. It must not be able to shrink them, since
+        reading would crash then.
         """
         slot_bytes, num_slots = _EXTRA.unpack(extra)
         if len(connection.fds) != 1 or slot_bytes * num_slots > MAX_SHARED_BYTES or num_slots > MAX_SLOTS:

@@ -1,0 +1,84 @@
+"""Checksums of copies: the kernel, its twin and xxhash agree."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import xxhash
+
+from sagellm.core import checksums
+from sagellm.core.checksums import checksum, checksum_kernel, copy_with_checksum
+from sagellm.core.errors import KernelError
+
+SIZES = (0, 1, 63, 64, 192, 240, 241, 256, 320, 1000, 1024, 1088, 2048, 4096 + 64, 65536, 65536 + 1, 200_000)
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "twin":
+        monkeypatch.setattr(checksums, "checksum_kernel", lambda: None)
+    elif checksum_kernel() is None:
+        pytest.skip("no C++ compiler")
+    return str(request.param)
+
+
+def aligned(data: bytes) -> memoryview:
+    """In memory at an address that is a multiple of 64."""
+    memory = np.empty(len(data) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    view = memory[start : start + len(data)].data
+    view[:] = data
+    return view
+
+
+def cut(data: bytes, rng: random.Random, unit: int) -> list[memoryview]:
+    """Views of distinct memory that have the data in pieces of whole units."""
+    borders = sorted({rng.randrange(len(data) // unit + 1) * unit for _ in range(rng.randrange(6))})
+    ends = [*borders, len(data)]
+    pieces = [data[a:b] for a, b in zip([0, *borders], ends, strict=True)]
+    return [aligned(piece) if rng.randrange(2) else memoryview(bytearray(piece)) for piece in pieces]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("unit", [1, 64])
+def test_bytes_in_pieces_are_copied_and_hashed_as_one(kind: str, size: int, unit: int) -> None:
+    rng = random.Random(size * unit)
+    for _ in range(10):
+        data = rng.randbytes(size)
+        sources, targets = cut(data, rng, unit), cut(bytes(size), rng, unit)
+        past_cache = bool(rng.randrange(2))
+        assert copy_with_checksum(targets, sources, past_cache=past_cache) == xxhash.xxh3_64_intdigest(data)
+        assert b"".join(targets) == data
+        assert checksum(sources) == xxhash.xxh3_64_intdigest(data)
+
+
+def test_memory_that_is_only_read(kind: str) -> None:
+    data, target = bytes(range(256)) * 16, bytearray(4096)
+    assert copy_with_checksum([memoryview(target)], [data]) == xxhash.xxh3_64_intdigest(data)
+    assert target == data
+
+
+def test_sizes_that_differ_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="1024 bytes are copied to 960"):
+        copy_with_checksum([memoryview(bytearray(960))], [bytes(1024)])
+
+
+def test_without_a_compiler_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise KernelError("no C++ compiler")
+
+    monkeypatch.setattr(checksums, "find_compiler", refuse)
+    checksum_kernel.cache_clear()
+    try:
+        for _ in range(3):
+            copied = copy_with_checksum([memoryview(bytearray(1024))], [bytes(1024)])
+            assert copied == xxhash.xxh3_64_intdigest(bytes(1024))
+    finally:
+        checksum_kernel.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "KV bytes are copied and checked in two passes: no C++ compiler"
+    ]
