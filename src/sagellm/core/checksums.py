@@ -42,7 +42,7 @@ def checksum(parts: Sequence[Buffer]) -> int:
 def copy_with_checksum(
     targets: Sequence[memoryview], sources: Sequence[Buffer], *, past_cache: bool = False
 ) -> int:
-    """Copy sources to targets, as if each were in one piece; returns the xxh3 of what was copied.
+    """Copy sources to targets, as if each were one piece; returns their xxh3.
 
     Both are views of bytes that do not overlap, writable ones as targets. `past_cache`: the targets are not
     read soon, and the processor's cache is left to others. Raises `ValueError` if sources and targets have
@@ -91,7 +91,7 @@ def _paired(
 
 
 def _cut(views: Sequence[memoryview], borders: Sequence[int]) -> list[memoryview]:
-    """The views cut at positions, counted from the first byte of all; none of it is empty."""
+    """The views cut at positions, which count from the first byte of all."""
     found, at, ends = [], 0, iter(borders)
     for view in views:
         begin, end = at, at + len(view)
@@ -108,7 +108,10 @@ def _address(view: memoryview) -> int:
 
 @functools.cache
 def checksum_kernel() -> _Kernel | None:
-    """The C++ kernel, compiled unless the user's cache has it; None, said once, where it cannot be had."""
+    """The C++ kernel, from the user's cache or compiled.
+
+    None, which is said once, where there is no compiler.
+    """
     try:
         compiler = find_compiler()
         source = Path(__file__).with_name("checksums.cpp")

@@ -34,7 +34,7 @@ class BlockTableDelta(NamedTuple):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestState:
     """Progress of one request through the engine; equal to itself alone.
 

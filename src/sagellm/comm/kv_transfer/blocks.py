@@ -93,7 +93,7 @@ class InstanceBlocks:
         return cut_views(self._views(ids), self._per_block, chunk.spans)
 
     def fill(self, ids: Sequence[int], chunk: ChunkSpan, views: Sequence[memoryview], data: Buffer) -> int:
-        """Copy a chunk to its `views` in blocks `ids`; returns the checksum of what was copied."""
+        """Copy a chunk to its `views` in blocks; returns the checksum of it."""
         if self._is_in_small_pieces and chunk.num_bytes == len(ids) * self.bytes_per_block:
             self._memory.write_blocks(ids, data)
             return checksum(views)

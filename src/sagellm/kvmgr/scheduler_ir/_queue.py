@@ -15,8 +15,10 @@ from sagellm.core.types import FinishReason, RequestStatus
 
 ROUNDING_S = 1e-6
 """More than the rounding error of a sum of times."""
-MAX_STALE = 1024
-"""Entries of requests that no longer wait which a pass may keep before it removes them."""
+MAX_STALE = 16
+"""How many requests that have ended a pass may keep before it removes them. Each holds its tokens."""
+MAX_HIDDEN = 1024
+"""Waiting requests that earlier passes hide and whose ranks are kept."""
 
 
 def prefix_hit(draft: Draft, view: SchedulingView, state: RequestState) -> PrefixHit:
@@ -75,7 +77,7 @@ class RankedQueue:
             self.left = [state for state in ranks if state.status is not RequestStatus.WAITING]
             for state in self.left:
                 del ranks[state]
-        if len(ranks) > 4 * len(waiting) + MAX_STALE:
+        if len(ranks) > 4 * len(waiting) + MAX_HIDDEN:
             present = set(waiting)
             self.ranks = {state: rank for state, rank in ranks.items() if state in present}
         return True

@@ -115,6 +115,11 @@ class PeerSocket:
     wants: int = 0
     """The events that the selector waits for."""
 
+    @property
+    def num_chunks(self) -> int:
+        """Those on their way out."""
+        return sum(frame.token is not None for frame in self.outgoing)
+
     def expect(
         self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None
     ) -> None:

@@ -7,12 +7,11 @@ waits: that is what bounds this memory.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import numpy as np
 
 from sagellm.comm.kv_transfer.transports._connection import (
     CHUNK,
@@ -59,6 +58,8 @@ class Slots:
 
     def number_of(self, part: memoryview) -> int | None:
         """The slot in which a payload lies."""
+        if part.readonly:
+            return None
         offset = address_of(part) - self.address
         return offset // self.slot_bytes if 0 <= offset < len(self.memory) else None
 
@@ -170,5 +171,5 @@ class SlotTransport(StreamTransport):
 
 
 def address_of(memory: memoryview) -> int:
-    """Where it lies in this process."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    """Where writable memory lies in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

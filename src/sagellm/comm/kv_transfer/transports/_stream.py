@@ -45,6 +45,8 @@ MAX_UNPROVEN = 64
 PAUSE_S = 0.5
 """No connection is accepted for that time, where descriptors or memory are used up."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+MAX_WAITING = 2
+"""Chunks of a link that were made and are not sent."""
 _IDLE_S = 0.5
 _DROPPED_BYTES = 256 << 10
 
@@ -94,6 +96,10 @@ class StreamTransport:
         self._thread.start()
 
     def reserve(self, link: int, num_bytes: int) -> memoryview | None:
+        """None: a payload is sent from where it lies. The few that wait are still in the processor's cache."""
+        connection = self._connections.get(link)
+        if connection is not None and connection.num_chunks >= MAX_WAITING:
+            raise BlockingIOError("chunks wait to be sent")
         return None
 
     def discard(self, link: int, memory: memoryview) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -64,7 +65,8 @@ class PrefixCacheAwarePass:
         self.refresh, self.min_shared, self.worth, self.max_defer_s = refresh, min_shared, worth, max_defer_s
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
-        self._leaders: dict[Hashable, RequestState] = {}  # by the first tokens that are missing
+        # By the first tokens that are missing. Weak: a request that has ended frees its tokens.
+        self._leaders: WeakValueDictionary[Hashable, RequestState] = WeakValueDictionary()
         self._deferred: dict[RequestState, _Deferral] = {}
         self._since_s: dict[RequestState, float] = {}  # when a request was held first
         self._hits: dict[str, PrefixHit] = {}  # current hits, of index version `_version`
@@ -203,10 +205,6 @@ class PrefixCacheAwarePass:
             self._deferred.pop(state, None)
             self._since_s.pop(state, None)
             self._hits.pop(state.request_id, None)
-        if len(self._leaders) > 2 * len(self._queue.ranks) + 256:
-            self._leaders = {
-                key: leader for key, leader in self._leaders.items() if self._is_computing(leader)
-            }
 
 
 def _num_common(a: RequestState, b: RequestState) -> int:
