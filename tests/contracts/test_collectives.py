@@ -85,6 +85,10 @@ def refuses(backend: CommBackendProtocol) -> None:
         backend.broadcast(ones, 2)
     with pytest.raises(ValueError, match="target must be a rank"):
         backend.send(ones, -1)
+    with pytest.raises(ValueError, match="tag must be a whole number from 0"):
+        backend.send(ones, 0, tag=-1)
+    with pytest.raises(ValueError, match="elements of a result share memory"):
+        backend.recv(torch.ones(1).expand(4), 0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

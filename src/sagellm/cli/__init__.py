@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 EXIT_EXPLAINED = 2
+AUTOLOAD, NO_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "0, by sagellm"
+"""Torch imports packages of vendors when it is imported, and fails with a broken one. We import that of a
+chip when its device is used. `1` leaves it to torch."""
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -19,6 +22,7 @@ def main() -> None:
     explains; 130 interrupted.
     """
     _replace_missing_streams()
+    os.environ.setdefault(AUTOLOAD, NO_AUTOLOAD)
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         # During imports Ctrl-C ends the process silently. Python would print a traceback, or lose the

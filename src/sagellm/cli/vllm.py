@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm.cli import AUTOLOAD, NO_AUTOLOAD
 from sagellm.cli._options import App, Command, OptionGroup, argument, command, flag
 from sagellm.core.errors import ConfigError, MissingExtraError
 
@@ -197,6 +198,8 @@ def serve(
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("vllm serve", "vllm", "vllm")
     sys.stdout.flush()
+    if os.environ.get(AUTOLOAD) == NO_AUTOLOAD:  # what vLLM loads is its own affair
+        del os.environ[AUTOLOAD]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *words])
 
 

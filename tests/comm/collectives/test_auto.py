@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sagellm.comm.collectives import auto as auto_module
+from sagellm.comm.collectives import shared_memory
+from sagellm.comm.collectives._buffers import Broken, no_copy
 from sagellm.comm.collectives.auto import AutoBackend, _buckets
 from sagellm.comm.collectives.metrics import CollectiveKind, CommMeter, bus_factor
 from sagellm.comm.collectives.selection import ONE_SHOT, SHARED, TORCH, TWO_SHOT, WAYS, SelectionTable
+from sagellm.comm.collectives.torch_distributed import StreamWork, recorded
 from sagellm.comm.collectives.wire import INT8_BLOCK
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
-from sagellm.core.errors import BookkeepingError, ConfigError
+from sagellm.core.errors import BookkeepingError, CommError, ConfigError, KernelError
 from sagellm.core.protocols.collectives import ReduceOp, WireFormat, WorkStatus
 from tests.comm.collectives.ranks import group, passed, run_ranks
 
@@ -144,7 +154,7 @@ def rounded(rank: int, world_size: int, folder: str) -> list[float]:
     poisoned[5] = torch.inf if rank == 0 else 1.0
     backend.all_reduce(poisoned, wire=WireFormat.INT8).wait()
     assert poisoned[:INT8_BLOCK].isnan().all()
-    assert torch.allclose(poisoned[INT8_BLOCK:], torch.tensor(float(world_size)), rtol=0.02)
+    assert ((poisoned[INT8_BLOCK:] - world_size).abs() <= world_size / 127).all()
     return shares
 
 
@@ -245,6 +255,192 @@ def counted(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_group_counts_what_it_does() -> None:
     passed(run_ranks(2, counted))
+
+
+def breaking_together(rank: int, world_size: int, folder: str, half: str) -> str:
+    """Rank 0 is interrupted in one half; then neither half works, on no rank."""
+    backend = auto(rank, world_size, folder)
+    assert backend.shared is not None
+    backend.barrier().wait()
+    if rank == 0:
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ZeroDivisionError):
+            getattr(backend, half).barrier().wait()
+        signal.signal(signal.SIGALRM, handler)
+    else:
+        time.sleep(1.0)
+        with pytest.raises(CommError):  # with gloo, rank 0 may have done its part before
+            [getattr(backend, half).barrier().wait() for _ in range(2)]
+    for call in (backend.torch.barrier, backend.shared.barrier, backend.barrier):
+        with pytest.raises(CommError):
+            call().wait()
+    backend.close()
+    return str(backend._broken.reason)
+
+
+def interrupt(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("half", ["shared", "torch"])
+def test_the_halves_of_a_group_break_together(half: str) -> None:
+    first, _ = passed(run_ranks(2, breaking_together, half))
+    assert "was interrupted: ZeroDivisionError()" in first
+
+
+def without_shared_memory(
+    rank: int, world_size: int, folder: str, obstacle: str
+) -> tuple[list[str], list[float]]:
+    """Rank 1 cannot use shared memory, so no rank does. What it had mapped is free again."""
+    patch = pytest.MonkeyPatch()
+    messages: list[str] = []
+    patch.setattr(auto_module.log, "warning", lambda text, *given: messages.append(text % given))
+    if obstacle == "no kernel" and rank == 1:
+        patch.setattr(shared_memory, "native_library", raising(KernelError("no C++ compiler on PATH")))
+        patch.setattr(platform, "machine", lambda: "aarch64")
+    if obstacle == "no memory" and rank == 0:
+        patch.setattr(os, "memfd_create", raising(OSError("no memory")))
+    if obstacle == "not opened" and rank == 1:
+        patch.setattr(os, "open", raising(PermissionError("not permitted")))
+    backend = auto(rank, world_size, folder)
+    patch.undo()
+    assert backend.shared is None
+    buffer = torch.ones(3)
+    backend.all_reduce(buffer).wait()
+    backend.barrier().wait()
+    assert "sagellm-collectives" not in Path("/proc/self/maps").read_text(encoding="ascii")
+    backend.close()
+    return messages, buffer.tolist()
+
+
+def messages_then_torch(rank: int, world_size: int, folder: str, path: str) -> float:
+    """A message larger than the ring is under way when torch makes its sender wait."""
+    backend = auto(rank, world_size, folder, table=path)
+    memory, total = torch.full((1 << 20,), 7.0 - 7.0 * rank), torch.ones(26)
+    works = [backend.recv(memory, 0) if rank else backend.send(memory, 1)]
+    if rank:
+        assert works[0].wait()
+    works.append(backend.all_reduce(total))
+    assert all(work.wait() for work in works)
+    with pytest.raises(ValueError, match="share memory"):
+        backend.all_reduce_many([torch.ones(1).expand(3), torch.ones(1)])
+    with pytest.raises(ValueError, match="share memory"):
+        backend.all_reduce(torch.ones(1).expand(3), wire=WireFormat.BF16)
+    return float(memory.min()) + float(total.sum())
+
+
+def test_messages_end_before_torch_makes_a_rank_wait(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_of(ONE_SHOT).as_json()), encoding="utf-8")
+    assert passed(run_ranks(2, messages_then_torch, str(path))) == [59.0] * 2
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_: object, **__: object) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("obstacle", ["no kernel", "no memory", "not opened"])
+def test_without_shared_memory_torch_does_everything(obstacle: str) -> None:
+    answers = passed(run_ranks(2, without_shared_memory, obstacle))
+    assert [numbers for _, numbers in answers] == [[2.0] * 3] * 2
+    warnings = [message for messages, _ in answers for message in messages]
+    assert warnings
+    assert all(message.startswith("ranks do not use shared memory: ") for message in warnings)
+
+
+def refused_table(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        auto(rank, world_size, folder, table="/none.json")
+    return str(raised.value)
+
+
+def test_a_table_that_cannot_be_read_ends_all_ranks() -> None:
+    first, second = passed(run_ranks(2, refused_table))
+    assert first.startswith("/none.json cannot be read")
+    assert second == f"rank 0: {first}"
+
+
+class DeviceEvent:
+    """Of a device whose time moves on request."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self.at_s = device, 0.0
+
+    def record(self, stream: SimulatedDevice) -> None:
+        self.at_s = stream.submitted_s
+
+    def query(self) -> bool:
+        return self.at_s <= self._device.now_s
+
+    def elapsed_time(self, other: DeviceEvent) -> float:
+        return (other.at_s - self.at_s) * 1e3
+
+
+class SimulatedDevice:
+    """One stream, and what it was given; also torch's module of it. It is at `now_s`."""
+
+    def __init__(self) -> None:
+        self.now_s = self.submitted_s = 0.0
+        self.waited: list[DeviceEvent] = []
+
+    def Event(self, *, enable_timing: bool) -> DeviceEvent:  # noqa: N802 - torch's name
+        assert enable_timing
+        return DeviceEvent(self)
+
+    def current_stream(self) -> SimulatedDevice:
+        return self
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.waited.append(event)
+
+    def operation(self, seconds: float, finish: Callable[[], object] = no_copy) -> StreamWork:
+        """A collective of so many seconds in the stream."""
+        begun = recorded(self)
+        self.submitted_s += seconds
+        ended = recorded(self)
+        work = SimpleNamespace(wait=lambda: None, is_completed=ended.query)
+        return StreamWork(work, finish, [], Broken(), self, begun)
+
+
+def test_work_on_a_device_is_done_when_the_device_has_done_it() -> None:
+    device, copies = SimulatedDevice(), list[int]()
+    work = device.operation(2.0, lambda: copies.append(1))
+    assert work.poll() is WorkStatus.PENDING
+    assert work.wait()  # the stream waits, the host does not
+    assert copies == [1]
+    assert work.poll() is WorkStatus.PENDING
+    assert work.wait(0.0) is False
+    device.now_s = 2.0
+    assert work.wait(0.0)
+    assert work.poll() is WorkStatus.DONE
+    assert device.waited  # also a stream that waits later
+    assert copies == [1]
+
+
+def test_seconds_of_a_device_are_counted_once() -> None:
+    device, meter = SimulatedDevice(), CommMeter(ManualClock(), 4)
+    for seconds in (1.0, 2.0):
+        work = device.operation(seconds)
+        work.wait()
+        meter.follow(KIND, 1000, work)
+    assert KIND not in meter.counts
+    device.now_s = 1.0
+    meter.settle()
+    assert (meter.counts[KIND].num_calls, meter.counts[KIND].seconds) == (1, 1.0)
+    device.now_s = 3.0
+    overlapping = device.operation(0.0)
+    overlapping.begun.at_s = 0.0
+    meter.follow(KIND, 0, overlapping)
+    assert meter.bus_bytes_per_s(KIND) == 1.5 * 2000 / 3
+    failed = device.operation(1.0)
+    failed._fail(RuntimeError("a fault"))
+    meter.follow(KIND, 1000, failed)
+    assert meter.counts[KIND].num_calls == 3
+    meter.check()
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:

@@ -131,6 +131,28 @@ def test_an_interrupted_wait_ends() -> None:
     passed(run_ranks(2, interrupted))
 
 
+def called_within(rank: int, world_size: int, folder: str) -> str:
+    """The handler of a signal calls the backend that waits in an operation."""
+    backend = group("shared_memory", rank, world_size, folder)
+    backend.barrier().wait()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: backend.barrier())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(CommError, match="rank 0 was called within an operation"):
+            backend.all_reduce(torch.ones(3))
+    else:
+        time.sleep(1)
+    buffer = torch.ones(3)
+    with pytest.raises(CommError):  # rank 0 had shown its part of the first
+        [backend.all_reduce(buffer).wait() for _ in range(2)]
+    assert buffer.tolist() in ([1.0] * 3, [2.0] * 3)
+    return ""
+
+
+def test_a_call_within_an_operation_breaks_the_group() -> None:
+    passed(run_ranks(2, called_within))
+
+
 def disagreeing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> str:
     backend: Any = group("shared_memory", rank, world_size, folder, **options)
     with pytest.raises(ValueError, match=r"rank 0: all_reduce of 5 float32.*rank 1: all_reduce of 6 float32"):
@@ -210,7 +232,14 @@ def crossing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -
     works = [backend.recv(to_self, rank), backend.send(torch.ones(3), rank)]
     assert all(work.wait() for work in works)
     assert to_self.tolist() == [1.0, 1.0, 1.0]
-    assert backend.recv(to_self, 1 - rank, tag=9).wait(0.05) is False
+    if rank == 0:
+        last = backend.recv(to_self, 1, tag=9)
+        assert last.wait(0.05) is False
+        backend.send(torch.zeros(3), 1, tag=8)
+        assert last.wait()
+    else:
+        backend.recv(to_self, 0, tag=8).wait()
+        backend.send(to_self, 0, tag=9).wait()
     return ""
 
 

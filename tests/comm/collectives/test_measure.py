@@ -24,7 +24,7 @@ from sagellm.comm.collectives.metrics import CollectiveKind
 from sagellm.comm.collectives.selection import WAYS, SelectionTable
 from sagellm.core.errors import CommError
 
-QUICK = MeasurementPlan(sizes_kb=(1, 300), rounds=2, with_limits=True, with_wire_formats=True)
+QUICK = MeasurementPlan(sizes_kb=(1, 300), rounds=2, calls=2, with_limits=True, with_wire_formats=True)
 
 
 def test_every_way_is_timed_and_checked() -> None:
@@ -41,7 +41,8 @@ def test_every_way_is_timed_and_checked() -> None:
 
 def test_large_buffers_get_fewer_rounds() -> None:
     plan = MeasurementPlan()
-    assert [plan.rounds_of(size << 10) for size in (1, 1024, 65536)] == [200, 200, 5]
+    assert [plan.rounds_of(size << 10) for size in (1, 1024, 65536)] == [20, 11, 5]
+    assert [plan.calls_in_a_row(size << 10) for size in (1, 1024, 65536)] == [50, 32, 2]
 
 
 def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:

@@ -23,10 +23,15 @@ NUM_DEVICES, FREE_BYTES, TOTAL_BYTES = 4, 3 << 30, 4 << 30
 
 
 class EmulatedVendor:
-    """Puts what `info` names into this process and below `root`. `current`: the device that was set."""
+    """Puts what `info` names into this process and below `root`. `current`: the device that was set.
 
-    def __init__(self, info: InterconnectInfo, root: Path, patch: pytest.MonkeyPatch) -> None:
-        self.current = 0
+    `extended`: the backend takes torch's options in one object.
+    """
+
+    def __init__(
+        self, info: InterconnectInfo, root: Path, patch: pytest.MonkeyPatch, *, extended: bool = False
+    ) -> None:
+        self.current, self.extended = 0, extended
         self.info, self.root, self._patch = info, root, patch
         self.devices = SimpleNamespace(
             device_count=lambda: NUM_DEVICES,
@@ -50,7 +55,7 @@ class EmulatedVendor:
             module.__spec__ = ModuleSpec(self.info.torch_module, None)
             self._patch.setitem(sys.modules, self.info.torch_module, module)
         self._patch.setattr(torch, self.info.device_type, self.devices, raising=False)
-        plugin = dist.Backend._BackendPlugin(_gloo, False)
+        plugin = dist.Backend._BackendPlugin(_gloo_of_options if self.extended else _gloo, self.extended)
         self._patch.setitem(dist.Backend._plugins, self.info.backend.upper(), plugin)
 
     def _set_device(self, index: int) -> None:
@@ -61,12 +66,21 @@ def _gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
 
-def emulated(name: str, root: Path, patch: pytest.MonkeyPatch) -> DomesticCommBackend:
+def _gloo_of_options(given: Any, options: object) -> Any:
+    assert options is None
+    assert given.group_id.startswith("sagellm-")
+    assert given.global_ranks_in_group == [*range(given.group_size)]
+    return _gloo(given.store, given.group_rank, given.group_size, given.timeout)
+
+
+def emulated(
+    name: str, root: Path, patch: pytest.MonkeyPatch, *, extended: bool = False
+) -> DomesticCommBackend:
     """The interconnect of that name on a machine that has its chip and its software."""
     found = registry("interconnect")
     made: DomesticCommBackend = found.create(name, **({"root": str(root)} if _has_root(name) else {}))
     if made.info.device_files:
-        vendor = EmulatedVendor(made.info, root, patch)
+        vendor = EmulatedVendor(made.info, root, patch, extended=extended)
         vendor.plug_in()
         vendor.install()
     return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from sagellm.comm.interconnect.lookup import interconnect_for, interconnects
 from sagellm.comm.interconnect.metax import MetaX
 from sagellm.core import registry as registry_module
 from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.interconnect import ChipKernels, Maturity
 from sagellm.core.registry import registry
 from tests.comm.interconnect.emulated_vendor import EmulatedVendor, emulated
 
@@ -127,6 +130,79 @@ def test_the_emulated_chip_does_not_take_a_real_backends_name(monkeypatch: pytes
         EmulatedInterconnect(backend="xccl2").init_process_group(0, 1, HashStore())
     with pytest.raises(ConfigError, match="num_devices must be at least 1"):
         EmulatedInterconnect(0)
+
+
+def test_threads_that_make_their_groups_at_once_register_one_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch sets the attribute of a name first and its plug-in last; a thread between sees a real backend."""
+    register, num_calls = dist.Backend.register_backend, []
+
+    def slowly(name: str, *given: object, **named: object) -> None:
+        num_calls.append(name)
+        setattr(dist.Backend, name.upper(), name)
+        time.sleep(0.2)
+        register(name, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist.Backend, "register_backend", slowly)
+    chip, errors = EmulatedInterconnect(backend="hccl3"), list[Exception]()
+
+    def register_it() -> None:
+        try:
+            chip._register()
+        except ConfigError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=register_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert num_calls == ["hccl3"]
+
+
+@pytest.mark.parametrize("name", VENDORS)
+def test_our_rows_claim_no_more_than_was_tried(name: str) -> None:
+    info = registry("interconnect").create(name).info
+    assert (info.maturity, info.kernels, info.claimed) == (Maturity.EMULATION, ChipKernels.TORCH, None)
+
+
+def test_whatever_a_vendors_torch_raises_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = emulated("moore_threads", tmp_path, monkeypatch)
+
+    def fail() -> int:
+        raise AssertionError("driver too old")
+
+    monkeypatch.setattr(torch.musa, "device_count", fail)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="torch_musa cannot be used for Moore Threads: driver too old"):
+        chip.memory_info(0)
+
+
+def test_a_broken_package_of_a_vendor_ends_torch_and_not_sagellm(tmp_path: Path) -> None:
+    """Torch imports what is registered under "torch.backends"; our program imports it when it is needed."""
+    (tmp_path / "torch_broken.py").write_text("raise OSError('libdriver.so: not found')")
+    metadata = tmp_path / "torch_broken-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-broken\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nbroken = torch_broken:load\n")
+    ours = "import sys; from sagellm.cli import main; sys.argv[1:] = ['--version']\n"
+    ours += "try: main()\nexcept SystemExit: pass\n"
+    environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    outcomes = [
+        subprocess.run(
+            [sys.executable, "-c", f"{before}import torch; print('imported')"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        for before in ("", ours)
+    ]
+    assert "Failed to load the backend extension: broken" in outcomes[0].stderr
+    assert "imported" in outcomes[1].stdout, outcomes[1].stderr
 
 
 def test_emulated_devices_share_the_hosts_memory() -> None:

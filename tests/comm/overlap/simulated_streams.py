@@ -36,7 +36,7 @@ class SimulatedStreams:
 
     def __init__(self, fault: str = "") -> None:
         self._default = self._current = SimulatedStream()
-        self._fault = fault
+        self.fault = fault
         self.num_waits = 0
 
     @contextmanager
@@ -57,5 +57,5 @@ class SimulatedStreams:
 
     def synchronize(self) -> None:
         self.num_waits += 1
-        if self._fault:
-            raise RuntimeError(f"{self._fault}\nmore lines")
+        if self.fault:
+            raise RuntimeError(f"{self.fault}\nmore lines")

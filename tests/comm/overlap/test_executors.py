@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -205,6 +208,91 @@ def test_a_device_that_fails_says_so() -> None:
     executor = StreamExecutor(SimulatedStreams(fault="CUDA error: an illegal memory access"))
     with pytest.raises(SageError, match="the device failed while the tasks ran: CUDA error: an illegal"):
         executor.run(schedule, {"a": int})
+
+
+def test_a_fault_of_the_device_is_not_blamed_on_the_task_whose_call_reports_it() -> None:
+    streams, schedule = SimulatedStreams(), chain("a", "b", "c")
+
+    def fault() -> None:
+        streams.fault = "CUDA error: an illegal memory access"
+
+    def report() -> None:
+        raise RuntimeError(streams.fault)
+
+    with pytest.raises(SageError, match="illegal memory access; it does not say in which") as caught:
+        StreamExecutor(streams).run(schedule, {"a": fault, "b": report, "c": int})
+    assert not isinstance(caught.value, TaskFailedError)
+
+
+@every_executor
+def test_an_interrupt_begins_nothing_more(make: Make) -> None:
+    """It comes to the thread that runs: within a task, or while it waits for the lanes' threads."""
+    executor, schedule = make(), chain("a", "b", "c", lanes="x")
+    trace, is_alone = Trace(schedule), threading.main_thread()
+    ended = threading.Event()
+
+    def interrupted() -> None:
+        if threading.current_thread() is is_alone:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(schedule, {**trace.work, "a": interrupted})
+    assert trace.called == []
+    assert isinstance(executor, ThreadExecutor) == ended.is_set()
+    assert executor.run(schedule, trace.work).skipped == ()
+
+
+def test_an_interrupted_stream_run_waits_for_the_device() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    streams, schedule = SimulatedStreams(), chain("a", "b")
+    with pytest.raises(KeyboardInterrupt):
+        StreamExecutor(streams).run(schedule, {"a": int, "b": interrupt})
+    assert streams.num_waits == 1
+
+
+def test_a_lane_without_a_thread_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    executor, schedule = ThreadExecutor(), chain("a", "b", "c", "d")
+    trace = Trace(schedule)
+    with pytest.raises(SageError, match="no thread for lane 'y': can't start new thread; use fewer lanes"):
+        executor.run(schedule, trace.work)
+    assert not started[0].is_alive()
+    assert set(trace.called) <= {"a"}
+    monkeypatch.undo()
+    assert executor.run(schedule, trace.work).skipped == ()
+
+
+def test_of_two_threads_one_runs_a_schedule() -> None:
+    executor, schedule, both = ThreadExecutor(), chain("a"), threading.Barrier(2, timeout=20)
+    refused: list[SageError] = []
+
+    def run_it() -> None:
+        both.wait()
+        try:
+            executor.run(schedule, {"a": lambda: time.sleep(0.2)})
+        except SageError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=run_it) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1
 
 
 def test_a_stream_run_waits_for_the_device_once() -> None:

@@ -1,6 +1,7 @@
 """`sagellm bench micro collectives`: shared memory beside gloo, in turns.
 
-Sizes are in KB, values are medians over rounds. A ratio is the median of the rounds' ratios.
+Sizes are in KB. In each round every way is called many times in a row, and its time is the median of these
+calls. Values are medians over the rounds, a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sagellm.core.errors import UnknownNameError, nearest
 
 WORLD_SIZES = {"2": 2, "3": 3, "4": 4}
 """The names of the variants are numbers of ranks."""
+MOST_ROUNDS = 25
 BUS = "bus bandwidth of auto"
 BESIDE_GLOO = "gloo / auto"
 BESIDE_COPY, BESIDE_SLOT = f"{COPY_WHOLE} / auto", f"{COPY_SLOT} / auto"
@@ -45,7 +47,12 @@ def _section(letter: str, *kinds: CollectiveKind) -> Section:
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         for variant in plan.variants:
             measured = MeasurementPlan(
-                kinds, plan.buffers_kb, plan.repeats, with_limits=True, with_wire_formats=True
+                kinds,
+                plan.buffers_kb,
+                min(plan.repeats, MOST_ROUNDS),
+                plan.repeats,
+                with_limits=True,
+                with_wire_formats=True,
             )
             for kind, by_size in measure(WORLD_SIZES[variant], measured).items():
                 for num_bytes, ways in by_size.items():

@@ -9,8 +9,8 @@ Ranks on one host use shared memory for CPU tensors where the table says so; eve
 from __future__ import annotations
 
 import json
+import logging
 import os
-import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,13 +19,33 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from sagellm.comm.collectives._buffers import FinishedWork, check_group
+from sagellm.comm.collectives._buffers import (
+    Broken,
+    FinishedWork,
+    check_apart,
+    check_group,
+    no_copy,
+)
 from sagellm.comm.collectives.metrics import CollectiveCount, CollectiveKind, CommMeter
-from sagellm.comm.collectives.selection import ONE_SHOT, TORCH, TWO_SHOT, SelectionTable
-from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
-from sagellm.comm.collectives.torch_distributed import TIMEOUT_S, TorchDistributedBackend
+from sagellm.comm.collectives.selection import ONE_SHOT, TORCH, TWO_SHOT, WAYS, SelectionTable
+from sagellm.comm.collectives.shared_memory import (
+    CELL_BYTES,
+    ONE_SHOT_BYTES,
+    SLOT_BYTES,
+    SharedMemoryBackend,
+    usable_kernel,
+)
+from sagellm.comm.collectives.shared_region import MOST_RANKS, RegionLayout, SharedRegion
+from sagellm.comm.collectives.torch_distributed import (
+    TIMEOUT_S,
+    StreamWork,
+    TorchDistributedBackend,
+    recorded,
+    streams_of,
+)
 from sagellm.comm.collectives.wire import all_reduce_rounded
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import CapacityError, CommError, ConfigError, KernelError
 from sagellm.core.protocols.collectives import (
     CommBackendProtocol,
     ReduceOp,
@@ -34,12 +54,16 @@ from sagellm.core.protocols.collectives import (
     WorkStatus,
 )
 
+log = logging.getLogger("sagellm.collectives")
 BUCKET_BYTES = 25 << 20
 _SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}  # 0: torch
 
 
 class AutoBackend:
     """One rank of a group. The table and `bucket_bytes` are those of rank 0.
+
+    Its two halves, `shared` and `torch`, fail together: else ranks could go on with different operations.
+    Where a rank cannot use shared memory, no rank does, and a warning says why.
 
     `backend` names torch's transport. `table` is the path of a selection table; without it, the one that
     comes with sageLLM counts. `meter` counts calls, bytes and seconds.
@@ -67,14 +91,47 @@ class AutoBackend:
         self.table, self._bucket_bytes = SelectionTable.of_json(settings["table"]), settings["bucket_bytes"]
         self._shot_sizes, ways = self.table.rows[CollectiveKind.ALL_REDUCE]
         self._shots = [_SHOTS.get(way, 0) for way in ways]
-        self.torch = TorchDistributedBackend(
-            rank, world_size, c10d.PrefixStore("torch", store), backend=backend, timeout_s=timeout_s
-        )
+        self._broken = Broken()
         self.shared: SharedMemoryBackend | None = None
-        if _are_on_one_host(rank, world_size, store):
-            self.shared = SharedMemoryBackend(
-                rank, world_size, c10d.PrefixStore("shared", store), timeout_s=timeout_s, clock=self._clock
-            )
+        self.torch = TorchDistributedBackend(
+            *(rank, world_size, c10d.PrefixStore("torch", store)),
+            backend=backend, timeout_s=timeout_s, broken=self._broken,
+        )  # fmt: skip
+        try:
+            self.shared = self._joined(c10d.PrefixStore("shared", store), timeout_s)
+        except BaseException:
+            self.torch.close()
+            raise
+
+    def _joined(self, store: Any, timeout_s: float) -> SharedMemoryBackend | None:
+        """This rank of a group in shared memory, if all ranks can join."""
+        rank, world_size = self.rank, self.world_size
+        place, reason = _place(world_size)
+        places = _of_all_ranks(store, "place", rank, world_size, place)
+        if not place or any(other != place for other in places):
+            if reason:
+                log.warning("ranks do not use shared memory: %s", reason)
+            return None
+        layout, region = RegionLayout(world_size, SLOT_BYTES, CELL_BYTES, ONE_SHOT_BYTES), None
+        try:
+            region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
+        except (CommError, CapacityError, OSError) as error:
+            reason = f"rank {rank}: {error}"
+        try:
+            reasons = _of_all_ranks(store, "region", rank, world_size, reason)
+            if region is not None and not any(reasons):
+                return SharedMemoryBackend(
+                    *(rank, world_size, store),
+                    timeout_s=timeout_s, clock=self._clock, region=region, broken=self._broken,
+                )  # fmt: skip
+        except BaseException:
+            if region is not None:
+                region.close()
+            raise
+        if region is not None:
+            region.close()
+        log.warning("ranks do not use shared memory: %s", next(filter(None, reasons)))
+        return None
 
     def all_reduce(
         self,
@@ -88,7 +145,7 @@ class AutoBackend:
             return self._timed(kind, num_bytes, self._rounded, buffer, ReduceOp(op), WireFormat(wire))
         shots = self._shots[bisect_left(self._shot_sizes, num_bytes)]
         if shared is None or not shots or not buffer.is_cpu:
-            return self._timed(kind, num_bytes, self.torch.all_reduce, buffer, op)
+            return self._run(kind, buffer, buffer, op)
         began_s = self._now()  # from here on few calls: a small buffer takes 5 us
         work = shared.all_reduce(buffer, op, num_shots=shots)
         count = self._all_reduces
@@ -98,21 +155,19 @@ class AutoBackend:
         return work
 
     def all_reduce_many(self, buffers: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
+        for buffer in buffers:
+            check_apart(buffer)
         works = [self._reduce_bucket(bucket, op) for bucket in _buckets(buffers, self._bucket_bytes)]
         return _AllOf(works)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Work:
-        backend = self._backend(CollectiveKind.ALL_GATHER, output, output.nbytes)
-        return self._timed(CollectiveKind.ALL_GATHER, output.nbytes, backend.all_gather, output, part)
+        return self._run(CollectiveKind.ALL_GATHER, output, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
-        kind = CollectiveKind.REDUCE_SCATTER
-        backend = self._backend(kind, buffer, buffer.nbytes)
-        return self._timed(kind, buffer.nbytes, backend.reduce_scatter, output, buffer, op)
+        return self._run(CollectiveKind.REDUCE_SCATTER, buffer, output, buffer, op)
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> Work:
-        backend = self._backend(CollectiveKind.BROADCAST, buffer, buffer.nbytes)
-        return self._timed(CollectiveKind.BROADCAST, buffer.nbytes, backend.broadcast, buffer, source)
+        return self._run(CollectiveKind.BROADCAST, buffer, buffer, source)
 
     def all_to_all(
         self,
@@ -122,63 +177,80 @@ class AutoBackend:
         input_sizes: Sequence[int] | None = None,
     ) -> Work:
         """With sizes, the ranks' buffers differ, so the way is that of size 0."""
-        kind = CollectiveKind.ALL_TO_ALL
-        is_equal = output_sizes is None and input_sizes is None
-        backend = self._backend(kind, buffer, buffer.nbytes if is_equal else 0)
-        return self._timed(kind, buffer.nbytes, backend.all_to_all, output, buffer, output_sizes, input_sizes)
+        kind, sizes = CollectiveKind.ALL_TO_ALL, (output_sizes, input_sizes)
+        way = self.table.way(kind, buffer.nbytes if sizes == (None, None) else 0)
+        return self._run(kind, buffer, output, buffer, *sizes, way=way)
 
     def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> Work:
-        backend = self._any_backend(buffer)
-        return self._timed(CollectiveKind.SEND, buffer.nbytes, backend.send, buffer, target, tag=tag)
+        return self._run(CollectiveKind.SEND, buffer, buffer, target, tag=tag)
 
     def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> Work:
-        backend = self._any_backend(buffer)
-        return self._timed(CollectiveKind.RECV, buffer.nbytes, backend.recv, buffer, source, tag=tag)
+        return self._run(CollectiveKind.RECV, buffer, buffer, source, tag=tag)
 
     def barrier(self) -> Work:
-        backend = self.shared or self.torch
-        return self._timed(CollectiveKind.BARRIER, 0, backend.barrier)
+        return self._run(CollectiveKind.BARRIER, torch.empty(0))
 
     def close(self) -> None:
         if self.shared is not None:
             self.shared.close()
         self.torch.close()
 
-    def _way(self, kind: CollectiveKind, buffer: torch.Tensor, num_bytes: int) -> str:
-        if self.shared is None or not buffer.is_cpu:
-            return TORCH
-        return self.table.way(kind, num_bytes)
+    def _backend(self, buffer: torch.Tensor, way: str = "") -> CommBackendProtocol:
+        """The half that takes the buffer, by torch if the table says so.
 
-    def _backend(self, kind: CollectiveKind, buffer: torch.Tensor, num_bytes: int) -> CommBackendProtocol:
-        is_torch = self.shared is None or self._way(kind, buffer, num_bytes) == TORCH
-        return self.torch if is_torch or self.shared is None else self.shared
+        Messages in shared memory move when ranks call it, so they end before torch's half makes ranks wait.
+        """
+        if self.shared is None:
+            return self.torch
+        if way != TORCH and buffer.is_cpu:
+            return self.shared
+        self.shared.end_messages()
+        return self.torch
 
-    def _any_backend(self, buffer: torch.Tensor) -> CommBackendProtocol:
-        return self.shared if self.shared is not None and buffer.is_cpu else self.torch
+    def _run(
+        self, kind: CollectiveKind, sized: torch.Tensor, *given: Any, way: str | None = None, **named: Any
+    ) -> Work:
+        """Carry an operation out on the half for the size of `sized`."""
+        if way is None and kind in WAYS:
+            way = self.table.way(kind, sized.nbytes)
+        call: Callable[..., Work] = getattr(self._backend(sized, way or ""), kind.value)
+        return self._timed(kind, sized.nbytes, call, *given, **named)
 
     def _rounded(self, buffer: torch.Tensor, op: ReduceOp, wire: WireFormat) -> Work:
-        all_reduce_rounded(self._any_backend(buffer), buffer, op, wire)
-        return FinishedWork()
+        if buffer.is_cpu:
+            all_reduce_rounded(self._backend(buffer), buffer, op, wire)
+            return FinishedWork()
+        backend = self._backend(buffer)
+        streams = streams_of(buffer)
+        begun = recorded(streams)
+        all_reduce_rounded(backend, buffer, op, wire)
+        return StreamWork(None, no_copy, [], self._broken, streams, begun, recorded(streams))
 
     def _reduce_bucket(self, bucket: list[torch.Tensor], op: ReduceOp) -> Work:
         if len(bucket) == 1:
             return self.all_reduce(bucket[0], op)
         flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
         parts = torch.split(flat, [buffer.numel() for buffer in bucket])
-        work = self.all_reduce(flat, op)
+        work: Any = self.all_reduce(flat, op)
 
         def copy_back() -> None:
-            for buffer, part in zip(bucket, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+            with torch.no_grad():
+                for buffer, part in zip(bucket, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
-        return _Followed(work, copy_back)
+        work.then(copy_back)
+        reduced: Work = work
+        return reduced
 
     def _timed(
         self, kind: CollectiveKind, num_bytes: int, call: Callable[..., Work], *given: Any, **named: Any
     ) -> Work:
-        began_s = self._clock.now()
+        began_s = self._now()
         work = call(*given, **named)
-        self.meter.add(kind, num_bytes, self._clock.now() - began_s)
+        if isinstance(work, StreamWork):
+            self.meter.follow(kind, num_bytes, work)
+            return work
+        self.meter.add(kind, num_bytes, self._now() - began_s)
         return work if isinstance(work, FinishedWork) else _Timed(work, self.meter, kind)
 
 
@@ -187,7 +259,7 @@ class _Timed:
 
     def __init__(self, work: Work, meter: CommMeter, kind: CollectiveKind) -> None:
         self._work, self._meter, self._kind = work, meter, kind
-        self.poll, self.error = work.poll, work.error
+        self.poll, self.error, self.then = work.poll, work.error, getattr(work, "then", None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         began_s = self._meter.clock.now()
@@ -195,25 +267,6 @@ class _Timed:
             return self._work.wait(timeout_s)
         finally:
             self._meter.add(self._kind, 0, self._meter.clock.now() - began_s, num_calls=0)
-
-
-class _Followed:
-    """A work after which something is copied, once."""
-
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
-        self._work, self._then = work, then
-        self._is_copied = False
-        self.error = work.error
-
-    def poll(self) -> WorkStatus:
-        status = self._work.poll()
-        if status is WorkStatus.DONE and not self._is_copied:
-            self._is_copied = True
-            self._then()
-        return status
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self._work.wait(timeout_s) and self.poll() is WorkStatus.DONE
 
 
 class _AllOf:
@@ -249,27 +302,41 @@ def _buckets(buffers: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[
 
 
 def _settings_of_rank_0(rank: int, store: Any, table: str | None, bucket_bytes: int) -> dict[str, Any]:
-    """The ranks must choose alike, so the others read no file."""
+    """The ranks must choose alike, so the others read no file. Raises `ConfigError` on all of
+    them."""
     if rank == 0:
-        chosen = SelectionTable.read(Path(table) if table is not None else None)
-        store.set("sagellm/selection", json.dumps({"table": chosen.as_json(), "bucket_bytes": bucket_bytes}))
+        try:
+            chosen = SelectionTable.read(Path(table) if table is not None else None).as_json()
+        except ConfigError as error:
+            store.set("sagellm/selection", json.dumps({"error": str(error)}))
+            raise
+        store.set("sagellm/selection", json.dumps({"table": chosen, "bucket_bytes": bucket_bytes}))
     settings: dict[str, Any] = json.loads(store.get("sagellm/selection"))
+    if "error" in settings:
+        raise ConfigError(f"rank 0: {settings['error']}")
     return settings
 
 
-def _are_on_one_host(rank: int, world_size: int, store: Any) -> bool:
-    """Whether all ranks can open each other's memory."""
-    place = _place()
-    store.set(f"sagellm/place/{rank}", place)
-    return all(store.get(f"sagellm/place/{other}").decode() == place for other in range(world_size))
+def _of_all_ranks(store: Any, name: str, rank: int, world_size: int, value: str) -> list[str]:
+    """What each rank says, in order."""
+    store.set(f"sagellm/{name}/{rank}", value)
+    return [store.get(f"sagellm/{name}/{other}").decode() for other in range(world_size)]
 
 
-def _place() -> str:
+def _place(world_size: int) -> tuple[str, str]:
+    """Where a rank runs: equal for ranks that can open each other's memory. Empty where it cannot be shared,
+    and then why, if that is worth a warning."""
+    if world_size > MOST_RANKS:
+        return "", f"it takes at most {MOST_RANKS} ranks"
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
-    except OSError:
-        return f"{platform.node()} {os.getpid()}"  # not Linux: no rank is on the same place
+        place = f"{boot} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
+        usable_kernel()
+    except OSError:  # not Linux
+        return "", ""
+    except KernelError as error:
+        return "", str(error)
+    return place, ""
 
 
 PLUGIN = AutoBackend

@@ -7,13 +7,17 @@ and the number of ranks (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.collectives import Work, WorkStatus
 
 
 class CollectiveKind(str, Enum):
@@ -57,11 +61,19 @@ class CollectiveCount:
         return self.num_bytes / self.seconds if self.seconds else 0.0
 
 
+class DeviceWork(Work, Protocol):
+    """A work on a device with streams, between two events of the device's time."""
+
+    begun: Any
+    ended: Any
+
+
 @dataclass(slots=True)
 class CommMeter:
     """Counts of one rank. The seconds are those in which the calling thread submits or waits.
 
-    On a GPU that is the time of the launch and not of the transfer.
+    An operation in a stream of a device counts when the device has done it, with the device's seconds from
+    its submission until the current stream has waited for it; what two have in common counts once.
     """
 
     clock: Clock
@@ -69,6 +81,8 @@ class CommMeter:
     counts: dict[CollectiveKind, CollectiveCount] = field(default_factory=dict)
     step_s: float = 0.0
     step_comm_s: float = 0.0
+    _in_flight: deque[tuple[CollectiveKind, int, DeviceWork]] = field(default_factory=deque)
+    _last: DeviceWork | None = None
 
     def add(self, kind: CollectiveKind, num_bytes: int, seconds: float, *, num_calls: int = 1) -> None:
         count = self.counts.get(kind)
@@ -78,8 +92,31 @@ class CommMeter:
         count.num_bytes += num_bytes
         count.seconds += seconds
 
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: DeviceWork) -> None:
+        """Count the work when its device has done it. Works end in the order of their submission."""
+        self._in_flight.append((kind, num_bytes, work))
+        self.settle()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Count what devices have done; with `wait` after they have done all. Failed works do not count."""
+        while self._in_flight:
+            kind, num_bytes, work = self._in_flight[0]
+            if wait and work.poll() is WorkStatus.PENDING:
+                work.wait(math.inf)
+            status = work.poll()
+            if status is WorkStatus.PENDING:
+                return
+            self._in_flight.popleft()
+            if status is WorkStatus.DONE:
+                ms = work.begun.elapsed_time(work.ended)
+                if self._last is not None:
+                    ms = max(0.0, min(ms, self._last.ended.elapsed_time(work.ended)))
+                self.add(kind, num_bytes, ms / 1e3)
+                self._last = work
+
     def bus_bytes_per_s(self, kind: CollectiveKind) -> float:
         """Mean bus bandwidth of all calls of a kind; 0 before the first."""
+        self.settle()
         count = self.counts.get(kind, CollectiveCount())
         return count.algorithm_bytes_per_s() * bus_factor(kind, self.world_size)
 
@@ -90,13 +127,16 @@ class CommMeter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count what happens inside as part of a step."""
+        """Count what happens inside as part of a step. On a device with streams it waits at both ends."""
+        self.settle(wait=True)
         began_s, before_s = self.clock.now(), self.seconds
         try:
             yield
+            self.settle(wait=True)
         finally:
-            self.step_s += self.clock.now() - began_s
-            self.step_comm_s += self.seconds - before_s
+            step_s = self.clock.now() - began_s
+            self.step_s += step_s
+            self.step_comm_s += min(step_s, self.seconds - before_s)  # a device has a clock of its own
 
     @property
     def step_share(self) -> float:

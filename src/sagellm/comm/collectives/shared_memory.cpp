@@ -237,18 +237,22 @@ void reduce_as(uint8_t *target, uint8_t *copy, const uint8_t *const *sources, in
     for (int64_t start = 0; start < count; start += BLOCK) {
         const int64_t size = std::min(BLOCK, count - start);
         const T *first = reinterpret_cast<const T *>(sources[0]) + start;
-        if (world == 1) {
-            for (int64_t i = 0; i < size; i++) sums[i] = E::load(first[i]);
-        } else {
-            const T *second = reinterpret_cast<const T *>(sources[1]) + start;
-            for (int64_t i = 0; i < size; i++) sums[i] = Op::apply(E::load(first[i]), E::load(second[i]));
-        }
-        for (int32_t rank = 2; rank < world; rank++) {
-            const T *next = reinterpret_cast<const T *>(sources[rank]) + start;
-            for (int64_t i = 0; i < size; i++) sums[i] = Op::apply(sums[i], E::load(next[i]));
-        }
+        const T *second = reinterpret_cast<const T *>(sources[world > 1]) + start;
         T *results = reinterpret_cast<T *>(target) + start;
-        for (int64_t i = 0; i < size; i++) results[i] = E::store(sums[i]);
+        if (world == 2) {  // without sums in between, which take a pass of their own
+#pragma GCC ivdep
+            for (int64_t i = 0; i < size; i++)
+                results[i] = E::store(Op::apply(E::load(first[i]), E::load(second[i])));
+        } else if (world > 2) {
+            for (int64_t i = 0; i < size; i++) sums[i] = Op::apply(E::load(first[i]), E::load(second[i]));
+            for (int32_t rank = 2; rank < world; rank++) {
+                const T *next = reinterpret_cast<const T *>(sources[rank]) + start;
+                for (int64_t i = 0; i < size; i++) sums[i] = Op::apply(sums[i], E::load(next[i]));
+            }
+            for (int64_t i = 0; i < size; i++) results[i] = E::store(sums[i]);
+        } else if (results != first) {
+            std::memcpy(results, first, size * sizeof(T));
+        }
         if (copy) std::memcpy(reinterpret_cast<T *>(copy) + start, results, size * sizeof(T));
     }
 }

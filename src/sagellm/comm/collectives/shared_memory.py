@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
+from sagellm.comm.collectives._backend import CheckedBackend
 from sagellm.comm.collectives._buffers import (
     Broken,
+    Finish,
     FinishedWork,
-    as_bytes,
-    check_group,
-    check_rank,
+    as_result,
     check_reducible,
-    check_whole,
-    contiguous,
-    piece_sizes,
+    no_copy,
 )
 from sagellm.comm.collectives.mailboxes import Mailboxes, MessageWork
 from sagellm.comm.collectives.shared_kernels import (
@@ -35,7 +33,7 @@ from sagellm.comm.collectives.shared_kernels import (
     native_library,
 )
 from sagellm.comm.collectives.shared_region import MOST_RANKS, RegionLayout, SharedRegion
-from sagellm.comm.collectives.shared_twin import TwinKernel
+from sagellm.comm.collectives.shared_twin import TwinKernel, check_processor
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CommError, KernelError
 from sagellm.core.protocols.collectives import ReduceOp, RendezvousStore
@@ -50,7 +48,7 @@ _DONE = FinishedWork()
 _NOTHING = (-1, 0)
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(CheckedBackend):
     """One rank of a group on this host, for CPU tensors.
 
     An operation but a send or a receive ends inside its method. Sends and receives move on when the rank
@@ -58,7 +56,8 @@ class SharedMemoryBackend:
     `slot_bytes` are shown to the others at a time, `cell_bytes` are a part of a message, and up to
     `one_shot_bytes` are reduced in one shot. A peer that is alive and does not answer for `timeout_s` counts
     as dead; with `math.inf` a rank may wait for work for days. Without `native` the group uses the kernel's
-    slow twin.
+    slow twin. `region`: memory that all ranks have mapped already, which the group closes. `broken`: of
+    another backend, with which this one fails.
     """
 
     def __init__(
@@ -73,147 +72,120 @@ class SharedMemoryBackend:
         timeout_s: float = TIMEOUT_S,
         native: bool = True,
         clock: Clock | None = None,
+        region: SharedRegion | None = None,
+        broken: Broken | None = None,
     ) -> None:
-        check_group(rank, world_size)
+        super().__init__(rank, world_size, broken)
         if world_size > MOST_RANKS:
             raise ValueError(f"shared memory takes at most {MOST_RANKS} ranks, got {world_size}")
         if slot_bytes % 4096 or slot_bytes < _LEAST_SLOT_BYTES or cell_bytes % 64 or cell_bytes <= 0:
             raise ValueError(
                 f"slot_bytes must be a multiple of 4096 and cell_bytes of 64, got {slot_bytes}, {cell_bytes}"
             )
-        self.rank, self.world_size = rank, world_size
         self._timeout_s, self._clock = timeout_s, clock or MonotonicClock()
-        self._broken = Broken()
         self._awaited, self._awaited_since_s = _NOTHING, 0.0
         self._reason = ""
         """Why the last long wait was given up."""
-        library = _library() if native else None
+        self._is_busy = False
+        library = usable_kernel() if native else None
         layout = RegionLayout(world_size, slot_bytes, cell_bytes, one_shot_bytes)
-        self._region = SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
+        self._region = region or SharedRegion(rank, store, layout, min(timeout_s, TIMEOUT_S), self._clock)
         self.one_shot_bytes = self._region.layout.one_shot_bytes
+        self._broken.elsewhere = self._region.why_broken
+        self._broken.on_failure.append(lambda _: self._region.fail())
         try:
             self.is_native = self._region.join(has_kernel=library is not None)
+            self._kernel: Kernel
+            if library is not None and self.is_native:
+                self._kernel = NativeKernel(library, self._region, self._stalled)
+            else:
+                self._kernel = TwinKernel(self._region, self._stalled)
+            self._boxes = Mailboxes(self._region, self._kernel, self._broken, timeout_s, self._clock)
         except BaseException:
             self._region.close()
             raise
-        self._kernel: Kernel
-        if library is not None and self.is_native:
-            self._kernel = NativeKernel(library, self._region, self._stalled)
-        else:
-            self._kernel = TwinKernel(self._region, self._stalled)
-        self._boxes = Mailboxes(self._region, self._kernel, self._broken, timeout_s, self._clock)
 
     def all_reduce(
         self, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, num_shots: int | None = None
     ) -> FinishedWork:
         """`num_shots` is chosen by size unless it is given, the same on all ranks."""
         op = check_reducible(buffer, op)
-        if self._broken.reason is not None or self._boxes.num_pending or not buffer.is_cpu:
-            self._begin(buffer)  # small buffers notice the cost of a call
-        shots = num_shots or (1 if buffer.nbytes <= self.one_shot_bytes else 2)
-        if buffer.is_contiguous():
-            return self._carry_out(self._kernel.all_reduce, buffer, op, shots)
-        data, copy_back = contiguous(buffer)
-        work = self._carry_out(self._kernel.all_reduce, data, op, shots)
-        copy_back()
-        return work
+        if self._broken.reason is not None or not buffer.is_cpu:
+            self._check(buffer)  # small buffers notice the cost of a call
+        data, finish = as_result(buffer)
+        shots = num_shots or (1 if data.nbytes <= self.one_shot_bytes else 2)
+        return self._carry_out(self._kernel.all_reduce, finish, data, op, shots)
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> FinishedWork:
-        check_whole(output, part, self.world_size, "all_gather")
-        self._begin(output, part)
-        gathered, copy_back = contiguous(output)
-        work = self._carry_out(self._kernel.all_gather, gathered, part.contiguous())
-        copy_back()
-        return work
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM
-    ) -> FinishedWork:
-        op = check_reducible(buffer, op)
-        check_whole(buffer, output, self.world_size, "reduce_scatter")
-        self._begin(output, buffer)
-        piece, copy_back = contiguous(output)
-        work = self._carry_out(self._kernel.reduce_scatter, piece, buffer.contiguous(), op)
-        copy_back()
-        return work
-
-    def broadcast(self, buffer: torch.Tensor, source: int) -> FinishedWork:
-        check_rank("source", source, self.world_size)
-        self._begin(buffer)
-        data, copy_back = contiguous(buffer)
-        work = self._carry_out(self._kernel.broadcast, data, source)
-        copy_back()
-        return work
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None,
-    ) -> FinishedWork:
-        if output.dtype != buffer.dtype:
-            raise ValueError(f"all_to_all: dtypes differ, {output.dtype} and {buffer.dtype}")
-        size = buffer.element_size()
-        expected, sent = (
-            [count * size for count in piece_sizes(sizes, tensor, self.world_size, what)]
-            for sizes, tensor, what in ((output_sizes, output, "output"), (input_sizes, buffer, "buffer"))
-        )
-        self._begin(output, buffer)
-        received, copy_back = contiguous(output)
-        work = self._carry_out(self._kernel.all_to_all, received, buffer.contiguous(), expected, sent)
-        copy_back()
-        return work
-
-    def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> MessageWork:
-        check_rank("target", target, self.world_size)
-        self._check(buffer)
-        memory = as_bytes(buffer.contiguous())
-        return self._boxes.send(MessageWork(self._boxes, target, tag, memory, lambda: None))
-
-    def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> MessageWork:
-        check_rank("source", source, self.world_size)
-        self._check(buffer)
-        data, copy_back = contiguous(buffer)
-        memory = as_bytes(data)
-        return self._boxes.receive(MessageWork(self._boxes, source, tag, memory, copy_back))
+    def end_messages(self) -> None:
+        """Wait for all sends and receives. Raises `CommError` if the group breaks; what else fails is said by
+        the work's own `wait`."""
+        if self._boxes.pending:
+            self._boxes.finish()
+            self._broken.check()
 
     def barrier(self) -> FinishedWork:
-        self._begin()
-        return self._carry_out(self._kernel.barrier)
+        self._check()
+        return self._carry_out(self._kernel.barrier, no_copy)
 
-    def close(self) -> None:
-        if not self._broken.is_closed:
-            self._broken.close(self.rank)
-            self._boxes.fail(CommError(f"rank {self.rank} has closed its group"))
-            self._region.close()
+    def _all_gather(self, output: torch.Tensor, part: torch.Tensor, finish: Finish) -> FinishedWork:
+        return self._carry_out(self._kernel.all_gather, finish, output, part)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, finish: Finish
+    ) -> FinishedWork:
+        return self._carry_out(self._kernel.reduce_scatter, finish, output, data, op)
+
+    def _broadcast(self, data: torch.Tensor, source: int, finish: Finish) -> FinishedWork:
+        return self._carry_out(self._kernel.broadcast, finish, data, source)
+
+    def _all_to_all(
+        self,
+        output: torch.Tensor,
+        data: torch.Tensor,
+        expected: Sequence[int],
+        sent: Sequence[int],
+        finish: Finish,
+    ) -> FinishedWork:
+        return self._carry_out(self._kernel.all_to_all, finish, output, data, expected, sent)
+
+    def _send(self, memory: torch.Tensor, target: int, tag: int) -> MessageWork:
+        return self._boxes.submit(MessageWork(self._boxes, target, tag, memory))
+
+    def _recv(self, memory: torch.Tensor, source: int, tag: int, finish: Finish) -> MessageWork:
+        return self._boxes.submit(MessageWork(self._boxes, source, tag, memory, finish))
+
+    def _leave(self) -> None:
+        self._boxes.fail(CommError(f"rank {self.rank} has closed its group"))
+        self._region.close()
 
     def _check(self, *buffers: torch.Tensor) -> None:
-        if self._broken.reason is not None:
-            self._broken.check()
+        self._broken.check()
         for buffer in buffers:
             if not buffer.is_cpu:
                 raise ValueError(
                     f"shared memory takes CPU tensors, got one on {buffer.device}: use torch_distributed"
                 )
 
-    def _begin(self, *buffers: torch.Tensor) -> None:
-        self._check(*buffers)
-        if self._boxes.num_pending:
-            self._boxes.finish()
-
-    def _carry_out(self, operation: Callable[..., int], *arguments: Any) -> FinishedWork:
+    def _carry_out(self, operation: Callable[..., int], finish: Finish, *arguments: Any) -> FinishedWork:
+        if self._boxes.pending:
+            self.end_messages()
+        if self._is_busy:  # in the handler of a signal, say: two operations would take each other's steps
+            self._broken.fail(CommError(f"rank {self.rank} was called within an operation"))
+            self._broken.check()
+        self._is_busy = True
         try:
             outcome = operation(*arguments)
-        except BaseException:
-            self._give_up(f"rank {self.rank} was interrupted")
+            if not outcome:
+                finish()
+        except BaseException as error:
+            self._broken.fail(CommError(f"rank {self.rank} was interrupted: {error!r}"))
             raise
+        self._is_busy = False
         if not outcome:
             return _DONE
         if outcome == Outcome.DISAGREE:
             raise ValueError(self._disagreement())
-        self._give_up(self._reason)
-        return FinishedWork(self._broken.reason)
+        return FinishedWork(self._broken.fail(CommError(self._reason)))
 
     def _stalled(self, rank: int) -> bool:
         """Whether to give up waiting for a rank. The kernel asks now and then while it waits."""
@@ -226,10 +198,6 @@ class SharedMemoryBackend:
             reason = f"rank {rank} has not answered for {self._timeout_s:g} s"
         self._reason = reason or self._reason
         return reason is not None
-
-    def _give_up(self, reason: str) -> None:
-        self._region.fail()
-        self._boxes.fail(self._broken.fail(CommError(reason)))
 
     def _disagreement(self) -> str:
         submitted = self._kernel.submitted()
@@ -244,10 +212,15 @@ class SharedMemoryBackend:
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def usable_kernel() -> ctypes.CDLL | None:
+    """The C++ kernel, or None where its slow twin takes its place.
+
+    Raises `KernelError` where neither can be used.
+    """
     try:
         return native_library()
     except KernelError as error:
+        check_processor(error)
         log.warning("collectives in shared memory are slow, Python adds: %s", error)
         return None
 

@@ -114,17 +114,17 @@ class SharedRegion:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, rank)
             memory = mmap.mmap(self._fd, self.layout.total_bytes)
+            if int.from_bytes(memory[:8], sys.byteorder) != token:
+                raise CommError("rank 0 runs on another host: collectives in shared memory need one host")
         except BaseException:
             os.close(self._fd)
             raise
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         words = self.memory[:_PAGE].view(np.uint32)
-        token_word, self._broken = words[0:2].view(np.uint64), words[2:3]
+        self._broken = words[2:3]
         flags = self.memory[self.layout.flags_at : self.layout.notes_at].view(np.uint32)
         self._flags = flags.reshape(self.layout.world_size, -1)
         self._states, self._pids = words[8 : 8 + MOST_RANKS], words[8 + MOST_RANKS : 8 + 2 * MOST_RANKS]
-        if int(token_word[0]) != token:
-            raise CommError("rank 0 runs on another host: collectives in shared memory need one host")
         self._timeout_s = timeout_s
 
     @property
@@ -172,23 +172,29 @@ class SharedRegion:
             self._broken[0] = self.rank + 1
 
     def close(self) -> None:
-        self._states[self.rank] = RankState.LEFT
-        os.close(self._fd)  # drops the lock; the mapping goes with the last array
+        """May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._states[self.rank] = RankState.LEFT
+            os.close(fd)  # drops the lock; the mapping goes with the last array
 
 
 def _created(store: RendezvousStore, layout: RegionLayout) -> tuple[int, int, RegionLayout]:
-    fd = os.memfd_create("sagellm-collectives", os.MFD_CLOEXEC)
+    token, fd = secrets.randbits(63), -1
     try:
+        fd = os.memfd_create("sagellm-collectives", os.MFD_CLOEXEC)
         os.ftruncate(fd, layout.total_bytes)
         os.posix_fallocate(fd, 0, layout.rings_at)  # rings that are never used take no memory
+        os.pwrite(fd, token.to_bytes(8, sys.byteorder), 0)
     except OSError as error:
-        os.close(fd)
-        raise CapacityError(
+        if fd >= 0:
+            os.close(fd)
+        reason = (
             f"no {layout.total_bytes >> 20} MB of shared memory for collectives ({error}): "
             "take smaller slots or fewer ranks"
-        ) from error
-    token = secrets.randbits(63)
-    os.pwrite(fd, token.to_bytes(8, sys.byteorder), 0)
+        )
+        store.set(_KEY, json.dumps({"error": reason}))
+        raise CapacityError(reason) from error
     value = {"path": f"/proc/{os.getpid()}/fd/{fd}", "token": token, "sizes": _sizes(layout)}
     store.set(_KEY, json.dumps(value))
     return fd, token, layout
@@ -199,6 +205,8 @@ def _opened(store: RendezvousStore, world_size: int) -> tuple[int, int, RegionLa
         value = json.loads(store.get(_KEY))
     except RuntimeError as error:
         raise CommError(f"no sign of rank 0 of the group: {error}") from error
+    if "error" in value:
+        raise CommError(f"rank 0: {value['error']}")
     layout = RegionLayout(*value["sizes"])
     if layout.world_size != world_size:
         raise ValueError(f"world_size is {layout.world_size} on rank 0 and {world_size} here")

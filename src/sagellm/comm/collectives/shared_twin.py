@@ -37,16 +37,20 @@ class _AbortedError(Exception):
     """A wait was given up."""
 
 
+def check_processor(cause: KernelError | None = None) -> None:
+    """Raise `KernelError` where the processor may reorder writes, which Python cannot prevent."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise KernelError(
+            f"collectives in shared memory need a C++ compiler on {platform.machine()}: install g++, or use "
+            "torch_distributed"
+        ) from cause
+
+
 class TwinKernel:
-    """The kernel in Python. Raises `KernelError` where the processor may reorder writes, which Python cannot
-    prevent."""
+    """The kernel in Python. Raises `KernelError` as `check_processor` does."""
 
     def __init__(self, region: SharedRegion, stalled: Stalled) -> None:
-        if platform.machine() not in ("x86_64", "AMD64"):
-            raise KernelError(
-                f"collectives in shared memory need a C++ compiler on {platform.machine()}: install g++, or "
-                "use torch_distributed"
-            )
+        check_processor()
         layout = region.layout
         self._rank, self._world_size = region.rank, layout.world_size
         self._layout, self._stalled, self._step = layout, stalled, 0

@@ -6,7 +6,10 @@ so several groups (tensor, pipeline, expert parallelism) live beside each other.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
@@ -15,16 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from sagellm.comm.collectives._buffers import (
-    Broken,
-    as_bytes,
-    check_group,
-    check_rank,
-    check_reducible,
-    check_whole,
-    contiguous,
-    piece_sizes,
-)
+from sagellm.comm.collectives._backend import CheckedBackend
+from sagellm.comm.collectives._buffers import Broken, Finish, as_bytes, as_result, check_reducible, no_copy
 from sagellm.core.errors import CommError, UnknownNameError, nearest
 from sagellm.core.protocols.collectives import ReduceOp, WorkStatus
 
@@ -36,6 +31,8 @@ _OPS: dict[ReduceOp, Any] = {
 }
 _SHOWN_CHARS = 200
 _LONGEST_TIMEOUT_S = 365 * 86400.0
+_POLL_S = 50e-6
+_GROUP_ID = "sagellm/group_id"
 ProcessGroup = Any
 """A `torch.distributed` backend: `ProcessGroupGloo`, `ProcessGroupNCCL`, or what a plug-in made."""
 
@@ -71,15 +68,18 @@ def process_group(
         return plugin.creator_fn(store, rank, world_size, timeout)
     given = c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
     given.store, given.group_rank, given.group_size, given.timeout = store, rank, world_size, timeout
-    given.group_id, given.global_ranks_in_group = "", list(range(world_size))
+    if rank == 0:
+        store.set(_GROUP_ID, f"sagellm-{secrets.token_hex(8)}")
+    given.group_id, given.global_ranks_in_group = store.get(_GROUP_ID).decode(), list(range(world_size))
     return plugin.creator_fn(given, None)
 
 
-class TorchDistributedBackend:
+class TorchDistributedBackend(CheckedBackend):
     """One rank of a group over a process group of torch.
 
     `backend` names the transport. `store` is a `torch.distributed.Store`; groups that share one need a
-    `PrefixStore` each. `group` is a process group that exists already, and replaces both.
+    `PrefixStore` each. `group` is a process group that exists already, and replaces both. `broken`: of
+    another backend, with which this one fails.
     """
 
     def __init__(
@@ -91,131 +91,119 @@ class TorchDistributedBackend:
         backend: str = "gloo",
         timeout_s: float = TIMEOUT_S,
         group: ProcessGroup | None = None,
+        broken: Broken | None = None,
     ) -> None:
-        check_group(rank, world_size)
-        self.rank, self.world_size, self.backend = rank, world_size, backend
-        self._broken = Broken()
+        super().__init__(rank, world_size, broken)
+        self.backend = backend
         self._group: ProcessGroup = group
         if group is None:
             if store is None:
                 raise ValueError("give a store that all ranks share, or a process group")
             self._group = process_group(backend, rank, world_size, store, timeout_s)
+        self._broken.on_failure.append(lambda _: self._leave())
 
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> _TorchWork:
+    def barrier(self) -> TorchWork:
+        return self._submit(lambda: self._group.barrier(), no_copy)
+
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> TorchWork:
         op = check_reducible(buffer, op)
+        self._check(buffer)
+        data, finish = as_result(buffer)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        sent, widened = self._reducible(buffer)
+        sent = _summable(data)
+
+        def copy_back() -> None:
+            if sent is not data:
+                with torch.no_grad():
+                    data.copy_(sent)
+            finish()
+
+        return self._submit(lambda: self._group.allreduce([sent], options), copy_back, sent)
+
+    def _all_gather(self, output: torch.Tensor, part: torch.Tensor, finish: Finish) -> TorchWork:
         return self._submit(
-            lambda: self._group.allreduce([sent], options), lambda: widened and buffer.copy_(sent), [sent]
+            lambda: self._group._allgather_base(as_bytes(output), as_bytes(part)), finish, output, part
         )
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _TorchWork:
-        check_whole(output, part, self.world_size, "all_gather")
-        gathered, copy_back = contiguous(output)
-        sent = part.contiguous()
-        return self._submit(
-            lambda: self._group._allgather_base(as_bytes(gathered), as_bytes(sent)),
-            copy_back,
-            [gathered, sent],
-        )
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp = ReduceOp.SUM
-    ) -> _TorchWork:
-        op = check_reducible(buffer, op)
-        check_whole(buffer, output, self.world_size, "reduce_scatter")
+    def _reduce_scatter(
+        self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, finish: Finish
+    ) -> TorchWork:
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        sent, _ = self._reducible(buffer)
-        if sent is buffer:
-            sent = buffer.clone()  # gloo reduces in place
+        sent = _summable(data)
+        if sent is data:
+            sent = data.clone()  # gloo reduces in place
         piece = torch.empty(output.numel(), dtype=sent.dtype, device=sent.device)
+
+        def copy_back() -> None:
+            with torch.no_grad():
+                output.copy_(piece.view(output.shape))
+            finish()
+
         return self._submit(
-            lambda: self._group._reduce_scatter_base(piece, sent, options),
-            lambda: output.copy_(piece.view(output.shape)),
-            [piece, sent],
+            lambda: self._group._reduce_scatter_base(piece, sent, options), copy_back, piece, sent
         )
 
-    def broadcast(self, buffer: torch.Tensor, source: int) -> _TorchWork:
-        check_rank("source", source, self.world_size)
+    def _broadcast(self, data: torch.Tensor, source: int, finish: Finish) -> TorchWork:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        sent, copy_back = contiguous(buffer)
-        return self._submit(lambda: self._group.broadcast([as_bytes(sent)], options), copy_back, [sent])
+        return self._submit(lambda: self._group.broadcast([as_bytes(data)], options), finish, data)
 
-    def all_to_all(
+    def _all_to_all(
         self,
         output: torch.Tensor,
-        buffer: torch.Tensor,
-        output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None,
-    ) -> _TorchWork:
-        if output.dtype != buffer.dtype:
-            raise ValueError(f"all_to_all: dtypes differ, {output.dtype} and {buffer.dtype}")
-        size = buffer.element_size()
-        received_bytes, sent_bytes = (
-            [count * size for count in piece_sizes(sizes, tensor, self.world_size, what)]
-            for sizes, tensor, what in ((output_sizes, output, "output"), (input_sizes, buffer, "buffer"))
-        )
-        received, copy_back = contiguous(output)
-        sent = buffer.contiguous()
+        data: torch.Tensor,
+        expected: Sequence[int],
+        sent: Sequence[int],
+        finish: Finish,
+    ) -> TorchWork:
+        options = dist.AllToAllOptions()
         return self._submit(
             lambda: self._group.alltoall_base(
-                as_bytes(received), as_bytes(sent), received_bytes, sent_bytes, dist.AllToAllOptions()
+                as_bytes(output), as_bytes(data), list(expected), list(sent), options
             ),
-            copy_back,
-            [received, sent],
+            finish,
+            output,
+            data,
         )
 
-    def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> _TorchWork:
-        check_rank("target", target, self.world_size)
-        sent = buffer.contiguous()
-        return self._submit(lambda: self._group.send([as_bytes(sent)], target, tag), _nothing, [sent])
+    def _send(self, memory: torch.Tensor, target: int, tag: int) -> TorchWork:
+        return self._submit(lambda: self._group.send([memory], target, tag), no_copy, memory)
 
-    def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> _TorchWork:
-        check_rank("source", source, self.world_size)
-        received, copy_back = contiguous(buffer)
-        return self._submit(
-            lambda: self._group.recv([as_bytes(received)], source, tag), copy_back, [received]
-        )
+    def _recv(self, memory: torch.Tensor, source: int, tag: int, finish: Finish) -> TorchWork:
+        return self._submit(lambda: self._group.recv([memory], source, tag), finish, memory)
 
-    def barrier(self) -> _TorchWork:
-        return self._submit(lambda: self._group.barrier(), _nothing, [])
-
-    def close(self) -> None:
-        if not self._broken.is_closed:
-            self._broken.close(self.rank)
-            abort = getattr(self._group, "abort", None)
-            if abort is not None:
+    def _leave(self) -> None:
+        abort = getattr(self._group, "abort", None)
+        if abort is not None:
+            with suppress(RuntimeError):  # not every vendor's can
                 abort()
 
-    def _reducible(self, buffer: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What is sent for a buffer, and whether the result must be copied back. No backend of torch sums
-        int16; sums in int32 wrap around alike when they are cut to 16 bits."""
-        if buffer.dtype == torch.int16:
-            return buffer.to(torch.int32).contiguous(), True
-        return buffer.contiguous(), not buffer.is_contiguous()
-
-    def _submit(
-        self, call: Callable[[], Any], finish: Callable[[], object], held: list[torch.Tensor]
-    ) -> _TorchWork:
-        self._broken.check()
+    def _submit(self, call: Callable[[], Any], finish: Finish, *held: torch.Tensor) -> TorchWork:
+        """Submit an operation that uses the tensors `held`."""
+        self._check()
+        streams = None if not held or held[0].is_cpu else streams_of(held[0])
+        begun = None if streams is None else recorded(streams)
         try:
-            return _TorchWork(call(), finish, held, self._broken)
-        except RuntimeError as error:
-            raise self._broken.fail(_failure(error)) from error
+            work = call()
+        except BaseException as error:
+            failure = self._broken.fail(_failure(error))
+            if isinstance(error, RuntimeError):
+                raise failure from error
+            raise
+        if streams is None:
+            return TorchWork(work, finish, list(held), self._broken)
+        return StreamWork(work, finish, list(held), self._broken, streams, begun)
 
 
-class _TorchWork:
+class TorchWork:
     """A work of torch, with the tensors that it uses and what ends it.
 
     Works of gloo's sends and receives complete in `wait` only, so a thread waits for one that is polled.
     """
 
-    def __init__(
-        self, work: Any, finish: Callable[[], object], held: list[torch.Tensor], broken: Broken
-    ) -> None:
+    def __init__(self, work: Any, finish: Finish, held: list[torch.Tensor], broken: Broken) -> None:
         self._work, self._finish, self._held, self._broken = work, finish, held, broken
         self._status = WorkStatus.PENDING
         self._error: CommError | None = None
@@ -243,26 +231,111 @@ class _TorchWork:
     def error(self) -> Exception | None:
         return self._error
 
+    def then(self, copy: Finish) -> None:
+        """Copy the result once more when it is there. To be called before `poll` and `wait`."""
+        finish = self._finish
+
+        def both() -> None:
+            finish()
+            copy()
+
+        self._finish = both
+
     def _wait(self) -> None:
+        if self._carried_out():
+            self._status = WorkStatus.DONE
+        self._ended.set()
+
+    def _carried_out(self) -> bool:
+        """Wait for torch's work and copy its result. Whatever raises there breaks the group."""
         try:
             self._work.wait()
             self._finish()
-        except RuntimeError as error:
-            self._error = self._broken.fail(_failure(error))
-            self._status = WorkStatus.FAILED
-        else:
-            self._status = WorkStatus.DONE
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, RuntimeError):
+                raise
+            return False
         self._held.clear()
-        self._ended.set()
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._broken.fail(_failure(error))
+        self._status = WorkStatus.FAILED
+        self._held.clear()
 
 
-def _failure(error: RuntimeError) -> CommError:
+class StreamWork(TorchWork):
+    """A work in a stream of its device, between the events `begun` and `ended`.
+
+    `wait` without a timeout makes the current stream wait, as torch's does, and not the host. With one the
+    host waits too. `poll` tells what the device has done.
+    """
+
+    def __init__(
+        self, work: Any, finish: Finish, held: list[torch.Tensor], broken: Broken, streams: Any, begun: Any,
+        ended: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(work, finish, held, broken)
+        self._streams, self.begun, self.ended = streams, begun, ended
+
+    def poll(self) -> WorkStatus:
+        if self._status is WorkStatus.PENDING:
+            try:
+                if self.ended is None and self._work.is_completed():
+                    self._order()
+                if self.ended is not None and self.ended.query():
+                    self._status = WorkStatus.DONE
+            except RuntimeError as error:  # of the device
+                self._fail(error)
+        return self._status
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self.ended is None:
+            self._order()
+        else:  # what ordered it may have been another stream
+            self._streams.current_stream().wait_event(self.ended)
+        if timeout_s is not None:
+            end_s = time.monotonic() + timeout_s
+            while self.poll() is WorkStatus.PENDING:
+                if time.monotonic() >= end_s:
+                    return False
+                time.sleep(_POLL_S)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _order(self) -> None:
+        """Let the current stream wait for the result and copy it."""
+        if self._status is WorkStatus.PENDING and self._carried_out():
+            self.ended = recorded(self._streams)
+
+
+def streams_of(tensor: torch.Tensor) -> Any:
+    """Torch's module of a device with streams: `torch.cuda`, `torch.npu`, ..."""
+    return getattr(torch, tensor.device.type)
+
+
+def recorded(streams: Any) -> Any:
+    """An event of the current stream's time."""
+    event = streams.Event(enable_timing=True)
+    event.record(streams.current_stream())
+    return event
+
+
+def _summable(data: torch.Tensor) -> torch.Tensor:
+    """The values in a dtype that torch sums.
+
+    No backend sums int16; sums in int32 wrap around alike when they are cut to 16 bits.
+    """
+    return data.to(torch.int32) if data.dtype == torch.int16 else data
+
+
+def _failure(error: BaseException) -> CommError:
+    if not isinstance(error, RuntimeError):
+        return CommError(f"this rank was interrupted: {error!r}")
     [first, *_] = str(error).splitlines() or [""]
     return CommError(f"a rank died, left or did not answer in time: {first[:_SHOWN_CHARS]}")
-
-
-def _nothing() -> None:
-    """Of operations after which nothing is to be copied."""
 
 
 PLUGIN = TorchDistributedBackend

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from sagellm.comm.collectives._buffers import as_bytes, reduced
+from sagellm.comm.collectives._buffers import as_bytes, check_apart, reduced
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.collectives import CommBackendProtocol, ReduceOp, WireFormat
 
@@ -32,10 +32,11 @@ def all_reduce_rounded(
     """Reduce a floating-point buffer in place. Raises `ValueError` for another dtype."""
     if not buffer.is_floating_point():
         raise ValueError(f"the wire format {wire.value} is for floating-point buffers, got {buffer.dtype}")
+    check_apart(buffer)
     world_size, count = backend.world_size, buffer.numel()
     piece = cdiv(max(1, count), world_size * INT8_BLOCK) * INT8_BLOCK
     values = torch.zeros(world_size * piece, dtype=torch.float32, device=buffer.device)
-    values[:count] = buffer.reshape(-1)
+    values[:count] = buffer.detach().reshape(-1)
     sent = _encoded(values.view(world_size, piece), wire)
     received = torch.empty_like(sent)
     backend.all_to_all(received, sent).wait()
@@ -43,7 +44,8 @@ def all_reduce_rounded(
     part = _encoded(total.view(1, piece), wire)
     gathered = torch.empty_like(sent)
     backend.all_gather(gathered, part).wait()
-    buffer.copy_(_decoded(gathered, piece, wire).view(-1)[:count].view(buffer.shape))
+    with torch.no_grad():
+        buffer.copy_(_decoded(gathered, piece, wire).view(-1)[:count].view(buffer.shape))
 
 
 def _encoded(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:

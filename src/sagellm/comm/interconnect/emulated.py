@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from threading import Lock
 from typing import Any
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.core.protocols.interconnect import Availability, InterconnectInfo, MemoryInfo
 from sagellm.core.registry import registry
+
+_REGISTERING = Lock()
+"""Names of backends are the process's: of two threads that make a group, one registers."""
 
 
 class EmulatedInterconnect:
@@ -65,13 +69,15 @@ class EmulatedInterconnect:
         """Raises `ConfigError` where the name belongs to a real backend."""
         import torch.distributed as dist
 
-        known = dist.Backend._plugins.get(self.info.backend.upper())
-        if known is None and hasattr(dist.Backend, self.info.backend.upper()):
-            raise ConfigError(f"backend {self.info.backend!r} is torch's own: emulate another name")
-        if known is not None and known.creator_fn is not _gloo:
-            raise ConfigError(f"backend {self.info.backend!r} is real in this process: emulate another name")
-        if known is None:
-            dist.Backend.register_backend(self.info.backend, _gloo, devices=["cpu"])
+        name = self.info.backend
+        with _REGISTERING:
+            known = dist.Backend._plugins.get(name.upper())
+            if known is None and hasattr(dist.Backend, name.upper()):
+                raise ConfigError(f"backend {name!r} is torch's own: emulate another name")
+            if known is not None and known.creator_fn is not _gloo:
+                raise ConfigError(f"backend {name!r} is real in this process: emulate another name")
+            if known is None:
+                dist.Backend.register_backend(name, _gloo, devices=["cpu"])
 
     def _check(self, index: int) -> None:
         if not 0 <= index < self._num_devices:

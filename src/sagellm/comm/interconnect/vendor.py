@@ -49,16 +49,10 @@ class VendorInterconnect:
         return int(self._ask(self._torch().device_count))
 
     def set_device(self, index: int) -> None:
-        module, count = self._torch(), self.device_count()
-        if not 0 <= index < count:
-            raise ConfigError(
-                f"{self.info.device_type}:{index}: {count} devices are visible, numbered from 0; "
-                f"{self.info.visible_devices} limits them"
-            )
-        self._ask(module.set_device, index)
+        self._ask(self._module_of(index).set_device, index)
 
     def memory_info(self, index: int) -> MemoryInfo:
-        free, total = self._ask(self._torch().mem_get_info, index)
+        free, total = self._ask(self._module_of(index).mem_get_info, index)
         return MemoryInfo(int(free), int(total))
 
     def init_process_group(
@@ -71,11 +65,21 @@ class VendorInterconnect:
         )  # fmt: skip
         return group
 
+    def _module_of(self, index: int) -> Any:
+        """The vendor's torch, if it sees that device."""
+        module, count = self._torch(), self.device_count()
+        if not 0 <= index < count:
+            raise ConfigError(
+                f"{self.info.device_type}:{index}: {count} devices are visible, numbered from 0; "
+                f"{self.info.visible_devices or 'no variable'} limits them"
+            )
+        return module
+
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What the vendor's torch says. Raises `ConfigError` where its driver fails."""
         try:
             return call(*arguments)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> ConfigError:
@@ -95,7 +99,7 @@ class VendorInterconnect:
             if info.torch_module:
                 import_module(info.torch_module)
             return getattr(torch, info.device_type)
-        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # a vendor's module and driver may raise anything
             raise self._unusable(error) from error
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from heapq import heappop, heappush
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from sagellm.comm.overlap.run_book import RunBook
@@ -15,7 +15,32 @@ from sagellm.core.errors import SageError
 from sagellm.core.protocols.overlap import OverlapRun, OverlapSchedule, Task, Work
 
 
-class SimulatedExecutor:
+class _Executor:
+    """Runs one schedule at a time."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._book: RunBook | None = None
+
+    @contextmanager
+    def _running(self, schedule: OverlapSchedule, work: Work) -> Iterator[RunBook]:
+        """The book of a new run. Raises `SageError` during another, `ValueError` for unsuitable input."""
+        if not self._lock.acquire(blocking=False):
+            raise SageError("this executor is running a schedule: wait for its end, or use another executor")
+        try:
+            self._book = RunBook(schedule, work)
+            yield self._book
+        finally:
+            self._book = None
+            self._lock.release()
+
+    def cancel(self) -> None:
+        book = self._book  # read once: the run may end meanwhile
+        if book is not None:
+            book.cancel()
+
+
+class SimulatedExecutor(_Executor):
     """Implements `OverlapExecutor` on a simulated clock, which it moves.
 
     A task is called when it starts. `seconds_of` says how long a task takes; by default as long as planned.
@@ -24,15 +49,12 @@ class SimulatedExecutor:
     def __init__(
         self, clock: ManualClock, seconds_of: Callable[[Task], float] = lambda task: task.duration_s
     ) -> None:
+        super().__init__()
         self._clock, self._seconds_of = clock, seconds_of
-        self._book: RunBook | None = None
 
     def run(self, schedule: OverlapSchedule, work: Work) -> OverlapRun:
-        book = self._book = _begin(self._book, schedule, work)
-        try:
+        with self._running(schedule, work) as book:
             self._play(schedule, work, book)
-        finally:
-            self._book = None
         return book.result()
 
     def _play(self, schedule: OverlapSchedule, work: Work, book: RunBook) -> None:
@@ -76,45 +98,52 @@ class SimulatedExecutor:
         book.ran(task, start_s, seconds)
         return seconds
 
-    def cancel(self) -> None:
-        if self._book is not None:
-            self._book.cancel()
 
-
-class ThreadExecutor:
+class ThreadExecutor(_Executor):
     """Implements `OverlapExecutor` with a thread for each lane.
 
     Tasks overlap as far as they release the GIL: copies, sockets, files, large operations of numpy and torch.
+    An interrupt of `run` skips what has not begun, waits for the tasks that run, and is raised then; a second
+    one does not wait.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__()
         self._clock = clock or MonotonicClock()
-        self._book: RunBook | None = None
 
     def run(self, schedule: OverlapSchedule, work: Work) -> OverlapRun:
-        book = self._book = _begin(self._book, schedule, work)
+        with self._running(schedule, work) as book:
+            self._run_lanes(schedule, work, book)
+        return book.result()
+
+    def _run_lanes(self, schedule: OverlapSchedule, work: Work, book: RunBook) -> None:
         lanes: defaultdict[str, list[Task]] = defaultdict(list)
         for slot in schedule.slots:
             lanes[slot.task.lane].append(slot.task)
         ended = {slot.task.name: Event() for slot in schedule.slots}
         began_s = self._clock.now()
-        threads = [
-            Thread(
+        threads = {
+            lane: Thread(
                 target=self._lane, args=(tasks, work, book, ended, began_s), name=f"lane {lane}", daemon=True
             )
             for lane, tasks in lanes.items()
-        ]
+        }
         try:
-            for thread in threads:
+            for thread in threads.values():
                 thread.start()
-            for thread in threads:
+            for thread in threads.values():
                 thread.join()
-        except BaseException:  # an interrupt while this thread waits: nothing new begins behind it
+        except BaseException as error:
             book.cancel()
+            unstarted = [lane for lane, thread in threads.items() if thread.ident is None]
+            for lane in unstarted:
+                for task in lanes[lane]:
+                    ended[task.name].set()  # the others wait for it, and skip what follows
+            for lane in threads.keys() - set(unstarted):
+                threads[lane].join()
+            if isinstance(error, RuntimeError):
+                raise SageError(f"no thread for lane {unstarted[0]!r}: {error}; use fewer lanes") from error
             raise
-        finally:
-            self._book = None
-        return book.result()
 
     def _lane(
         self, tasks: list[Task], work: Work, book: RunBook, ended: Mapping[str, Event], began_s: float
@@ -133,11 +162,6 @@ class ThreadExecutor:
             finally:
                 ended[task.name].set()
 
-    def cancel(self) -> None:
-        book = self._book
-        if book is not None:
-            book.cancel()
-
 
 class StreamModule(Protocol):
     """What `torch.cuda` has, and the modules of other chips' torch (`torch.npu`, `torch.mlu`, ...)."""
@@ -153,27 +177,36 @@ class StreamModule(Protocol):
     def synchronize(self) -> None: ...
 
 
-class StreamExecutor:
+class StreamExecutor(_Executor):
     """Implements `OverlapExecutor` with a stream for each lane of the current device.
 
     A task is called on the host and launches its work on the current stream; events order the streams, and
     `run` returns when the device has finished. Memory that a task allocates and another lane uses must
-    outlive the run. Raises `SageError` where the device reports an error, which no longer names the task.
+    outlive the run. Raises `SageError` where the device reports an error: it comes late, in a call of any
+    task behind, so no task is blamed.
     """
 
     def __init__(self, streams: StreamModule) -> None:
+        super().__init__()
         self._module = streams
-        self._book: RunBook | None = None
 
     def run(self, schedule: OverlapSchedule, work: Work) -> OverlapRun:
-        book = self._book = _begin(self._book, schedule, work)
-        try:
-            self._launch(schedule, work, book)
-        finally:
-            self._book = None
+        with self._running(schedule, work) as book:
+            try:
+                self._launch(schedule, work, book)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise SageError(
+                    f"the device failed while the tasks ran: {reason}; it does not say in which"
+                ) from error
+            except BaseException:  # an interrupt: what is launched runs on
+                with suppress(RuntimeError):
+                    self._module.synchronize()
+                raise
         return book.result()
 
     def _launch(self, schedule: OverlapSchedule, work: Work, book: RunBook) -> None:
+        """Raises `RuntimeError` where the device fails."""
         module, events = self._module, dict[str, tuple[Any, Any]]()
         origin, streams = self._recorded(module.current_stream()), dict[str, Any]()
         for slot in schedule.slots:
@@ -191,13 +224,11 @@ class StreamExecutor:
                 try:
                     work[task.name]()
                 except Exception as error:  # noqa: BLE001 - whatever a task raises, the others must run
+                    module.synchronize()  # raises if the error is the device's
                     book.failed(task, error)
                 else:
                     events[task.name] = (begun, self._recorded(stream))
-        try:
-            module.synchronize()
-        except RuntimeError as error:
-            raise SageError(f"the device failed while the tasks ran: {str(error).splitlines()[0]}") from error
+        module.synchronize()
         for slot in schedule.slots:
             if slot.task.name in events:
                 begun, ended = events[slot.task.name]
@@ -207,14 +238,3 @@ class StreamExecutor:
         event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
-
-    def cancel(self) -> None:
-        if self._book is not None:
-            self._book.cancel()
-
-
-def _begin(running: RunBook | None, schedule: OverlapSchedule, work: Work) -> RunBook:
-    """The book of a new run. Raises `SageError` during another, and `ValueError` for unsuitable input."""
-    if running is not None:
-        raise SageError("this executor is running a schedule: wait for its end, or use another executor")
-    return RunBook(schedule, work)

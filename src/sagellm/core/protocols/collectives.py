@@ -3,12 +3,18 @@
 Every operation has two halves: the method submits it and returns a `Work`, `Work.wait()` ends it. All ranks
 submit the same operations in the same order, sends and receives included. A backend may do the whole
 operation inside the method, so a caller that wants to compute meanwhile gives the backend to a thread: the
-methods let other threads run. One thread at a time calls a backend.
+methods let other threads run. One thread at a time calls a backend, and no signal's handler does meanwhile.
 
-Buffers are torch tensors. Those that are not contiguous are copied in and out. A buffer belongs to the
-operation until its work is done, and results are written in place. Reductions take float64, float32, float16,
-bfloat16, int64, int32, int16, int8 and uint8; everything else takes any dtype. Sums of float16 and bfloat16
-are formed in at least that precision, those of integers wrap around.
+On a device with streams (NCCL, HCCL, ...) an operation begins behind what the current stream was given, and
+`Work.wait()` lets the current stream wait for it, as torch's does: what is launched afterwards sees the
+result, and the host goes on. `Work.wait(timeout_s)` lets the host wait too, and `Work.poll` tells what the
+device has done. A rank that dies there is found by the vendor's library, which may end the process.
+
+Buffers are torch tensors. Those that are not contiguous are copied in and out; a result whose elements share
+memory (an expanded tensor) is a `ValueError`. An input may lie in the memory of the result. A buffer belongs
+to the operation until its work is done, and results are written in place. Reductions take float64, float32,
+float16, bfloat16, int64, int32, int16, int8 and uint8; everything else takes any dtype. Sums of float16 and
+bfloat16 are formed in at least that precision, those of integers wrap around.
 """
 
 from __future__ import annotations
@@ -47,12 +53,13 @@ class Work(Protocol):
     """One submitted operation."""
 
     def poll(self) -> WorkStatus:
-        """Never blocks. After `DONE` or `FAILED` the answer does not change."""
+        """Never blocks. After `DONE` or `FAILED` the answer does not change. `DONE`: the result is there."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the work is done. Returns False if the timeout passed first; the work goes on.
 
-        Without a timeout the group's own bounds the wait. Raises `error()` where the work failed, so that no
+        Without a timeout the group's own bounds the wait; on a device with streams the current stream waits
+        instead, not the host. Raises `error()` where the work failed, so that no
         caller takes the contents of a failed buffer for a result.
         """
 
@@ -74,7 +81,8 @@ class CommBackendProtocol(Protocol):
 
     A backend is made by `registry("collectives").create(name, rank=, world_size=, store=, ...)`. The
     constructor returns when all ranks have called theirs. After a failed work the group is broken: every
-    later call raises `CommError`, and contents of buffers under way are undefined. Sizes and dtypes must
+    later call raises `CommError`, and contents of buffers under way are undefined. So it is after a call that
+    an exception has left in the middle, as a signal's handler raises it. Sizes and dtypes must
     agree on all ranks; where a rank can see that they do not, it raises `ValueError`.
     """
 
@@ -111,10 +119,18 @@ class CommBackendProtocol(Protocol):
         """
 
     def send(self, buffer: torch.Tensor, target: int, *, tag: int = 0) -> Work:
-        """Done when the buffer may be reused, which says nothing about the receiver."""
+        """Done when the buffer may be reused, which says nothing about the receiver.
+
+        A tag is a whole number from 0 to 2^31 - 1. A rank may leave a message that no receive asks for with
+        its sender.
+        """
 
     def recv(self, buffer: torch.Tensor, source: int, *, tag: int = 0) -> Work:
-        """Messages of one (source, tag) arrive in the order in which they were sent."""
+        """Messages of one (source, tag) arrive in the order in which they were sent.
+
+        Raises `ValueError` from `wait` where the message has another size; the group goes on. Between tags a
+        receive may overtake as many messages as the receiver holds (shared memory: 64 MB from a rank).
+        """
 
     def barrier(self) -> Work:
         """Done when every rank has submitted it."""

@@ -96,7 +96,7 @@ class StreamTransport:
         self._thread.start()
 
     def reserve(self, link: int, num_bytes: int) -> memoryview | None:
-        """None: a payload is sent from where it lies. The few that wait are still in the processor's cache."""
+        """None: a payload is sent from where it lies, and few wait, which the processor's cache has."""
         connection = self._connections.get(link)
         if connection is not None and connection.num_chunks >= MAX_WAITING:
             raise BlockingIOError("chunks wait to be sent")
