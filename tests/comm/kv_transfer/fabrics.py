@@ -10,12 +10,14 @@ import pytest
 
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports._fabric import FabricTransport
+from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork
 from sagellm.core.protocols.kv_transfer import TransportEngine
 from tests.comm.kv_transfer.world import KEY
 
 FAKE = "fake fabric"
 LIBRARIES = [pytest.param(name, marks=pytest.mark.peer) for name in ("nixl", "mooncake")]
 """Transports that need the package of a library."""
+NAMES = [*sorted({*TRANSPORTS.names()} - {"nixl", "mooncake"}), *LIBRARIES]
 
 
 class _Copy(NamedTuple):
@@ -71,8 +73,12 @@ class FakeFabric:
         self.is_closed = True
 
 
-def transport(kind: str, **options: Any) -> TransportEngine:
-    """A transport between processes, or `FAKE`."""
+def transport(
+    kind: str, node: str = "", network: InProcessNetwork | None = None, **options: Any
+) -> TransportEngine:
+    """A transport of `NAMES`, or `FAKE`. `node` and `network` are for the one within a process."""
+    if kind == "in_process":
+        return TRANSPORTS.create(kind, node=node, network=network)
     if kind == FAKE:
         return FabricTransport(FakeFabric(), KEY, port=0, **options)
     os.environ.setdefault("UCX_MODULES", "^ib")  # see transports/nixl.py

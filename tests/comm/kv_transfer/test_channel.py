@@ -11,18 +11,16 @@ import pytest
 
 from sagellm.comm.kv_transfer.messages import ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
-from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from sagellm.core.protocols.kv_transfer import Message, TransferStatus, TransportEngine
+from sagellm.core.protocols.kv_transfer import Message, TransferStatus
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
-from tests.comm.kv_transfer.fabrics import FAKE, LIBRARIES, transport
+from tests.comm.kv_transfer.fabrics import FAKE, NAMES, transport
 from tests.comm.kv_transfer.world import LAYOUT, SIZE, Instance, finish, introduce, prompt, until
 
-NAMES = [*sorted({*TRANSPORTS.names()} - {"nixl", "mooncake"}), FAKE, *LIBRARIES]
 Make = Callable[..., Instance]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, FAKE])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes instances whose channels are closed at the end."""
     network = InProcessNetwork()
@@ -30,17 +28,11 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
         def made(name: str, *, place: str = "", **options: Any) -> Instance:
             """`place`: the node of the transport, if it differs from the name."""
-            instance = Instance(name, engine(request.param, place or name, network), **options)
+            instance = Instance(name, transport(request.param, place or name, network), **options)
             stack.callback(instance.channel.close)
             return instance
 
         yield made
-
-
-def engine(kind: str, name: str, network: InProcessNetwork) -> TransportEngine:
-    if kind == "in_process":
-        return TRANSPORTS.create(kind, node=name, network=network)
-    return transport(kind)
 
 
 @pytest.mark.parametrize("has_views", [(True, True), (False, True), (True, False), (False, False)])

@@ -96,7 +96,10 @@ class StreamTransport:
         self._thread.start()
 
     def reserve(self, link: int, num_bytes: int) -> memoryview | None:
-        """None: a payload is sent from where it lies, and few wait, which the processor's cache has."""
+        """None: a payload is sent from where it lies.
+
+        Few wait, so that the processor's cache has them.
+        """
         connection = self._connections.get(link)
         if connection is not None and connection.num_chunks >= MAX_WAITING:
             raise BlockingIOError("chunks wait to be sent")
