@@ -198,10 +198,10 @@ _add_micro(
 _add_micro(
     "parallel",
     "backend",
-    "shared_memory, gloo or both, as a,b; default: both.",
+    "shared_memory, auto, torch_distributed or several, as a,b; default: all.",
     """Measure two ranks of one thread beside one process of two threads, for a 184 M model.
 
-    Sections: p, prefill; d, decode steps. Both compute in turns. It takes two minutes.
+    Sections: p, prefill; d, decode steps. Both compute in turns. It takes three minutes.
     """,
 )
 

@@ -256,8 +256,13 @@ class ParallelConfig(Section):
     whole_experts: bool = key(
         False, "with tensor: each rank has some experts whole; off: a part of every expert"
     )
-    backend: Word = key(
-        "auto", "what adds up the ranks' parts: auto, shared_memory, gloo, or another plug-in"
+    backend: Word | None = key(
+        None,
+        "collectives that add up the ranks' parts: shared_memory, torch_distributed (gloo), auto (a measured "
+        "table), or another plug-in; unset: shared_memory, or gloo where its kernel does not compile",
+    )
+    backend_options: dict[str, Any] = key(
+        {}, "its options, such as the file of a table for auto: {table: FILE}"
     )
 
     @property

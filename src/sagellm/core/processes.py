@@ -122,7 +122,7 @@ class ProcessGroup:
             raise EngineFailedError(self.failure)
 
     def wait_for_failure(self, timeout_s: float) -> None:
-        """Raise as `check`, if a child ends within this time."""
+        """Raise as `check`, if a child ends within this time. Returns at once after `close`."""
         self._ended.wait(timeout_s)
         self.check()
 
@@ -130,6 +130,7 @@ class ProcessGroup:
         """End all children: their input ends, and after `grace_s` they are killed. May be called again."""
         with self._lock:
             self._closing = True
+        self._ended.set()  # nothing waits for a failure any longer
         self._end(grace_s)
 
     def _watch(self, child: _Child) -> None:

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -156,8 +157,8 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
         self._in_flight: InFlightStep | None = None
         self._outputs = StepOutputs()
-        self._num_steps = 0
-        self._num_preemptions = 0
+        self._num_steps = self._num_preemptions = 0
+        self._step_s = 0.0
 
     # -- requests in and out
 
@@ -255,6 +256,7 @@ class Engine:
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
             num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
+            step_s=self._step_s,
             communication_s=getattr(self.backend, "communication_s", None),
         )
 
@@ -327,8 +329,12 @@ class Engine:
         self._request_table.check(lambda name: self.kv.num_slots(name) - ahead.get(name, 0) * size)
 
     def close(self) -> None:
+        end_ranks: Callable[[], None] | None = getattr(self.backend, "end_ranks", None)
+        if end_ranks is not None:
+            end_ranks()  # a step under way may wait for one that does not answer any more
         for request_id in list(self._request_table.states):
-            self.abort(request_id)
+            with suppress(EngineFailedError):  # of a step that has failed with the ranks
+                self.abort(request_id)
         if self._worker is not None:  # waits for the step in flight; its result is dropped
             self._worker.shutdown(wait=True)
             self._in_flight = None
@@ -480,6 +486,7 @@ class Engine:
             self._undo(binding, following)
             self._fail(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
+        self._step_s += spent_s
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
         del self._request_table.left_rows[: len(plan.left)]
         self._recovery.succeeded()

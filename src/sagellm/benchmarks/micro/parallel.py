@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
 from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Section, Stopwatch
@@ -23,10 +24,10 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.build import build_backend
 
-BACKENDS = ("shared_memory", "gloo")
+BACKENDS = ("shared_memory", "auto", "torch_distributed")
 PREFILL, DECODE = "prefill of a prompt", "decode of so many rows behind 16 tokens"
 WHOLE, RANKS = "one process, 2 threads", "2 ranks, 1 thread each"
-RATIO, SHARE = "speed of the ranks / of the process", "share of a step in sums over ranks"
+RATIO, SHARE = "speed of the ranks / of the process", "share of a step in communication"
 SHAPE = "S"
 _ROUNDS, _DECODE_STEPS, _PROMPT, _BLOCK = 7, 16, 16, 16
 
@@ -62,26 +63,39 @@ def _joined(rows: int, num_tokens: int) -> ExecutionPlan:
     return ExecutionPlan(0, joined=tuple(joins), prefills=tuple(prefills))
 
 
-def _prefill_s(backend: InferenceBackend, size: int) -> float:
+class Spent(NamedTuple):
+    """Seconds of a step, and those of them spent in communication."""
+
+    step_s: float
+    communication_s: float
+
+
+def _prefill(backend: InferenceBackend, size: int) -> Spent:
     plan = _joined(1, size)
-    began_s = time.perf_counter()
-    backend.execute(plan)
-    return time.perf_counter() - began_s
+    return _timed(backend, lambda: backend.execute(plan), 1)
 
 
-def _decode_s(backend: InferenceBackend, rows: int) -> float:
-    """Seconds of a step."""
+def _decode(backend: InferenceBackend, rows: int) -> Spent:
     backend.execute(_joined(rows, _PROMPT))
-    began_s = time.perf_counter()
-    for step in range(_DECODE_STEPS):
-        positions = (_PROMPT + step,) * rows
-        backend.execute(ExecutionPlan(0, decode_rows=tuple(range(rows)), decode_positions=positions))
-    return (time.perf_counter() - began_s) / _DECODE_STEPS
+
+    def steps() -> None:
+        for step in range(_DECODE_STEPS):
+            positions = (_PROMPT + step,) * rows
+            backend.execute(ExecutionPlan(0, decode_rows=tuple(range(rows)), decode_positions=positions))
+
+    return _timed(backend, steps, _DECODE_STEPS)
+
+
+def _timed(backend: InferenceBackend, run: Callable[[], object], num_steps: int) -> Spent:
+    before_s, began_s = _communication_s(backend), time.perf_counter()
+    run()
+    spent_s = time.perf_counter() - began_s
+    return Spent(spent_s / num_steps, (_communication_s(backend) - before_s) / num_steps)
 
 
 def _section(
     letter: str, case: str, sizes: Callable[[MicroBenchPlan], tuple[int, ...]],
-    step_s: Callable[[InferenceBackend, int], float],
+    spent: Callable[[InferenceBackend, int], Spent],
 ) -> Section:  # fmt: skip
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         with ExitStack() as stack:
@@ -93,37 +107,35 @@ def _section(
                 ranks = _backend(folder, plan, variant)
                 stack.callback(ranks.close)
                 for size in sizes(plan):
-                    yield from _rows(letter, case, size, variant, _in_turns(plan, whole, ranks, step_s, size))
+                    yield from _rows(letter, case, size, variant, _in_turns(plan, whole, ranks, spent, size))
 
     return section
 
 
 def _in_turns(
     plan: MicroBenchPlan, whole: InferenceBackend, ranks: InferenceBackend,
-    step_s: Callable[[InferenceBackend, int], float], size: int,
+    spent: Callable[[InferenceBackend, int], Spent], size: int,
 ) -> dict[str, float]:  # fmt: skip
     """Medians of seconds, of the ratios of each turn, and the share of communication."""
     for backend in (whole, ranks):
-        step_s(backend, size)
-    before_s = _communication_s(ranks)
-    pairs: list[tuple[float, float]] = []
+        spent(backend, size)
+    pairs: list[tuple[Spent, Spent]] = []
     for turn in range(min(plan.repeats, _ROUNDS)):
         if turn % 2:
-            ours, theirs = step_s(ranks, size), step_s(whole, size)
+            ours, theirs = spent(ranks, size), spent(whole, size)
         else:
-            theirs, ours = step_s(whole, size), step_s(ranks, size)
+            theirs, ours = spent(whole, size), spent(ranks, size)
         pairs.append((theirs, ours))
-    num_steps = _DECODE_STEPS if step_s is _decode_s else 1
     return {
-        WHOLE: median(theirs for theirs, _ in pairs),
-        RANKS: median(ours for _, ours in pairs),
-        RATIO: median(theirs / ours for theirs, ours in pairs),
-        SHARE: (_communication_s(ranks) - before_s) / (sum(ours for _, ours in pairs) * num_steps),
+        WHOLE: median(theirs.step_s for theirs, _ in pairs),
+        RANKS: median(ours.step_s for _, ours in pairs),
+        RATIO: median(theirs.step_s / ours.step_s for theirs, ours in pairs),
+        SHARE: median(ours.communication_s / ours.step_s for _, ours in pairs),
     }
 
 
-def _communication_s(ranks: InferenceBackend) -> float:
-    spent_s: float = getattr(ranks, "communication_s", 0.0)
+def _communication_s(backend: InferenceBackend) -> float:
+    spent_s: float = getattr(backend, "communication_s", 0.0)
     return spent_s
 
 
@@ -141,7 +153,7 @@ BENCHMARK = MicroBenchmark(
     lambda: BACKENDS,
     _check,
     {
-        "p": _section("p", PREFILL, lambda plan: plan.lengths, _prefill_s),
-        "d": _section("d", DECODE, lambda plan: (1, 8), _decode_s),
+        "p": _section("p", PREFILL, lambda plan: plan.lengths, _prefill),
+        "d": _section("d", DECODE, lambda plan: (1, 8), _decode),
     },
 )

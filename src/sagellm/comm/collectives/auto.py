@@ -66,7 +66,8 @@ class AutoBackend:
     Where a rank cannot use shared memory, no rank does, and a warning says why.
 
     `backend` names torch's transport. `table` is the path of a selection table; without it, the one that
-    comes with sageLLM counts. `meter` counts calls, bytes and seconds.
+    comes with sageLLM counts. `meter` counts calls, bytes and seconds. `adds_in_order`: sums of CPU
+    tensors are formed in order of rank.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class AutoBackend:
         table: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        hostname: str | None = None,
         clock: Clock | None = None,
     ) -> None:
         check_group(rank, world_size)
@@ -95,13 +97,14 @@ class AutoBackend:
         self.shared: SharedMemoryBackend | None = None
         self.torch = TorchDistributedBackend(
             *(rank, world_size, c10d.PrefixStore("torch", store)),
-            backend=backend, timeout_s=timeout_s, broken=self._broken,
+            backend=backend, timeout_s=timeout_s, hostname=hostname, broken=self._broken,
         )  # fmt: skip
         try:
             self.shared = self._joined(c10d.PrefixStore("shared", store), timeout_s)
         except BaseException:
             self.torch.close()
             raise
+        self.adds_in_order = self.shared is not None and all(self._shots)
 
     def _joined(self, store: Any, timeout_s: float) -> SharedMemoryBackend | None:
         """This rank of a group in shared memory, if all ranks can join."""

@@ -60,6 +60,9 @@ class SharedMemoryBackend(CheckedBackend):
     another backend, with which this one fails.
     """
 
+    adds_in_order = True
+    """Sums are formed in order of rank, whatever the size."""
+
     def __init__(
         self,
         rank: int,

@@ -132,7 +132,10 @@ class SharedRegion:
         return int(self.memory.ctypes.data)
 
     def join(self, *, has_kernel: bool) -> bool:
-        """Wait for all ranks. Returns whether all of them have the C++ kernel."""
+        """Wait for all ranks. Returns whether all of them have the C++ kernel.
+
+        Raises `CommError` where one that has joined dies or leaves before all have, or after `timeout_s`.
+        """
         self._pids[self.rank] = os.getpid()
         self._states[self.rank] = RankState.READY if has_kernel else RankState.READY_SLOW
         states = self._states[: self.layout.world_size]
@@ -141,6 +144,10 @@ class SharedRegion:
             if self._clock.now() > deadline_s:
                 missing = ", ".join(str(rank) for rank in np.flatnonzero(states == 0))
                 raise CommError(f"no sign of rank {missing} of the group within {self._timeout_s:g} s")
+            for rank in np.flatnonzero(states).tolist():
+                reason = self.why_unable(rank)
+                if reason is not None and not states.all():  # else it may have done its part
+                    raise CommError(f"{reason} before all ranks had joined")
             time.sleep(_POLL_S)
         return bool((states != RankState.READY_SLOW).all())
 

@@ -38,16 +38,25 @@ ProcessGroup = Any
 
 
 def process_group(
-    backend: str, rank: int, world_size: int, store: Any, timeout_s: float = TIMEOUT_S
-) -> ProcessGroup:
+    backend: str, rank: int, world_size: int, store: Any, timeout_s: float = TIMEOUT_S,
+    hostname: str | None = None,
+) -> ProcessGroup:  # fmt: skip
     """A process group of its own, as `torch.distributed` would make it for this backend.
+
+    Gloo listens at `hostname`; without it, at the interface that GLOO_SOCKET_IFNAME or the name of this host
+    gives, where strangers may connect.
 
     Backends of other packages are known by `torch.distributed.Backend.register_backend`, which a chip's torch
     module calls when it is imported. Raises `UnknownNameError` for any other name.
     """
     timeout = timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S))
     if backend == "gloo" and dist.is_gloo_available():
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        if hostname is None:
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -77,9 +86,10 @@ def process_group(
 class TorchDistributedBackend(CheckedBackend):
     """One rank of a group over a process group of torch.
 
-    `backend` names the transport. `store` is a `torch.distributed.Store`; groups that share one need a
-    `PrefixStore` each. `group` is a process group that exists already, and replaces both. `broken`: of
-    another backend, with which this one fails.
+    `backend` names the transport; gloo listens at `hostname`: give the loopback address where all ranks are
+    on this host. `store` is a `torch.distributed.Store`; groups that share one need a `PrefixStore` each.
+    `group` is a process group that exists already, and replaces both. `broken`: of another backend,
+    with which this one fails.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class TorchDistributedBackend(CheckedBackend):
         *,
         backend: str = "gloo",
         timeout_s: float = TIMEOUT_S,
+        hostname: str | None = None,
         group: ProcessGroup | None = None,
         broken: Broken | None = None,
     ) -> None:
@@ -99,7 +110,7 @@ class TorchDistributedBackend(CheckedBackend):
         if group is None:
             if store is None:
                 raise ValueError("give a store that all ranks share, or a process group")
-            self._group = process_group(backend, rank, world_size, store, timeout_s)
+            self._group = process_group(backend, rank, world_size, store, timeout_s, hostname)
         self._broken.on_failure.append(lambda _: self._leave())
 
     def barrier(self) -> TorchWork:

@@ -93,6 +93,7 @@ class CommBackendProtocol(Protocol):
         """Every rank ends with the reduction, in equal bits.
 
         The order of summation depends on sizes and `world_size` only: equal runs give equal bits.
+        A backend that adds in order of rank whatever the size may have a true `adds_in_order`.
         """
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Work:

@@ -45,8 +45,9 @@ class EngineDiagnostics:
     many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
     `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
-    `num_approximate_tokens`: tokens whose KV was copied from another position. `communication_s`: seconds
-    that the first of several ranks has spent in communication with the others; None for one rank.
+    `num_approximate_tokens`: tokens whose KV was copied from another position. `step_s`: seconds
+    that the backend has computed. `communication_s`: those of them that the first of several ranks has spent
+    in communication with the others; None for one rank.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class EngineDiagnostics:
     tiers: Sequence[TierState] = ()
     num_kv_waits: int = 0
     num_approximate_tokens: int = 0
+    step_s: float = 0.0
     communication_s: float | None = None
 
 
@@ -102,7 +104,8 @@ class InferenceBackend(Protocol):
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
     a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
-    which raises `EngineFailedError` once one has ended, and `communication_s`.
+    which raises `EngineFailedError` once one has ended, `end_ranks()`, after which a step under way ends soon
+    and no other can follow, and `communication_s`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an

@@ -30,7 +30,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, Scores
 from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.measure import device_s, torch_threads
+from sagellm.engines.native.measure import Decide, alone, device_s, recorded, torch_threads
 from sagellm.engines.native.memory import to_device
 
 QUERY_TILE = 256
@@ -452,36 +452,56 @@ def _with_scores(
     return mixed.view(num_seqs, heads, tokens, -1)
 
 
-CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+CONTEXT, CHUNK, _REPEATS = 384, 128, 5
 
 
 def attention_planner(
     kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None,
     scores: Scores | None = None, expands: Callable[[Span], bool] | None = None,
-    chunk_threads: int | None = None,
+    chunk_threads: int | None = None, decide: Decide = alone,
 ) -> AttentionPlanner:  # fmt: skip
     """A planner with `kernel` where the kernel supports the pool and `scores`, and pays. `measured` is the
-    same kernel on one thread; `scores` are those of any layer. For the rest see `AttentionPlanner`.
+    same kernel on one thread; `scores` are those of any layer. Of several ranks `decide` has the first say
+    whether the kernel takes chunks. For the rest see `AttentionPlanner`.
     """
     plain = scores is None or scores.is_scaled_only
     planner = partial(AttentionPlanner, kv, plain_scores=plain, expands=expands, chunk_threads=chunk_threads)
-    if kernel is None or measured is None:
-        return planner()
+    usable = kernel if kernel is not None and _serves(kernel, kv, num_heads, scores) else None
+    chunks = decide(
+        lambda: bool(usable and measured and kernel_wins_prefill(measured, kv, num_heads, scores))
+    )
+    return planner(usable, chunks=usable is None or bool(chunks))
+
+
+def _serves(kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None) -> bool:
+    """Whether the kernel supports the pools of all layers."""
     for keys, values in zip(kv.keys, kv.values, strict=True):
         query = keys.new_ones(1, num_heads, keys.shape[3])
         spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
         if not kernel.supports(query, keys, values, spans, tables, None, scores).usable:
-            return planner()
-    chunks = kernel_wins_prefill(measured, kv, num_heads, scores)
-    return planner(kernel, chunks=chunks)
+            return False
+    return True
 
 
 def kernel_wins_prefill(
     kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None = None
 ) -> bool:
     """Whether a prefill chunk behind a context is faster by `kernel` than by torch. Torch may win where it
-    has bfloat16 instructions, or on a GPU a kernel of its own.
+    has bfloat16 instructions, or on a GPU a kernel of its own. The times are recorded.
     """
+    pool = kv.keys[0]
+    shape = (num_heads, *pool.shape[1:], kv.value_dim)
+    kind = None if scores is None else (scores.scale, scores.softcap, scores.sinks is not None)
+    case = f"attention of {CHUNK} tokens behind {CONTEXT} in {pool.dtype}, {shape}, {kind}"
+    measure = partial(_time_prefill, kernel, kv, num_heads, scores)
+    by_torch, by_kernel = recorded(case, getattr(kernel, "build", ""), measure)
+    return by_kernel < by_torch
+
+
+def _time_prefill(
+    kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None
+) -> tuple[float, float]:
+    """Seconds of torch and of the kernel."""
     pool = kv.keys[0]
     _, block_size, kv_heads, head_dim = pool.shape
     num_blocks = cdiv(CONTEXT + CHUNK, block_size)
@@ -502,4 +522,4 @@ def kernel_wins_prefill(
             )
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
-    return by_kernel < by_torch
+    return by_torch, by_kernel

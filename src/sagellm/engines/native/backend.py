@@ -14,7 +14,7 @@ import torch
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
-from sagellm.core.errors import CapacityError, PlanError
+from sagellm.core.errors import CapacityError, KernelError, PlanError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult, accepted_length
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
@@ -33,7 +33,7 @@ from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
-from sagellm.engines.native.measure import fastest
+from sagellm.engines.native.measure import Decide, alone, fastest
 from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
@@ -121,7 +121,7 @@ class NativeBackend:
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        split, agreed = (ranks.split, ranks.agreed) if ranks is not None else (None, int)
+        split, decide = (ranks.split, ranks.decide) if ranks is not None else (None, alone)
         sharing = 1 if ranks is None else ranks.split.num_ranks
         source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
@@ -131,20 +131,23 @@ class NativeBackend:
         threads = threads or suitable_threads(num_weights, sharing)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
-        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels)
+        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels, decide)
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
-            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, agreed)
+            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
             self._model, self._schema = self._load(
                 source, loader, progress, kernel_set, block_size, split_kv, ranks
             )
             most, groups = max_num_seqs * cdiv(self._max_model_len, block_size), self._schema.num_groups
             block_bytes = self._schema.bytes_per_block
-            blocks = agreed(pool_blocks(
+            if ranks is not None:
+                ranks.barrier()  # all weights are loaded: what is free now is left for KV
+            fitting = pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
                 available_bytes(self._device) // sharing - max_num_seqs * self._schema.state_bytes,
-            )) * groups  # fmt: skip
+            )  # fmt: skip
+            blocks = (fitting if ranks is None else ranks.least(fitting)) * groups
             self._kv = PagedKV(
                 len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, has_scratch=recording is not None,
@@ -154,7 +157,7 @@ class NativeBackend:
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             chunk_threads = threads if self._packed else None
             self._planner = attention_planner(
-                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads
+                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads, decide=decide
             )
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed:
@@ -421,11 +424,21 @@ class NativeBackend:
 
 
 def _kernels(
-    device: torch.device, threads: int, on_cpu: KernelSource | None, on_cuda: Callable[[], KernelSet] | None
-) -> tuple[KernelSet, KernelSet]:
-    """The kernels for `device`, and those to measure: on a CPU, one-threaded."""
+    device: torch.device, threads: int, on_cpu: KernelSource | None,
+    on_cuda: Callable[[], KernelSet] | None, decide: Decide,
+) -> tuple[KernelSet, KernelSet]:  # fmt: skip
+    """The kernels for `device`, and those to measure: on a CPU, one-threaded.
+
+    Raises `KernelError` where they were built for only one of this rank and the first.
+    """
     if on_cpu and device.type == "cpu":
         kernel_set = on_cpu(threads)
+        is_built = kernel_set != KernelSet()
+        if decide(lambda: is_built) != is_built:  # the ranks would add up rows in different orders
+            raise KernelError(
+                "one of this rank and the first has CPU kernels, and the other could not build them: start "
+                "again, since they are built by now"
+            )
         return kernel_set, on_cpu(1) if kernel_set != KernelSet() else kernel_set
     kernel_set = on_cuda() if on_cuda and runs_triton(device) else KernelSet()
     return kernel_set, kernel_set

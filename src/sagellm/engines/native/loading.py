@@ -39,6 +39,7 @@ from sagellm.engines.native.matrices import (
     packing_is_faster,
     quantization_of,
 )
+from sagellm.engines.native.measure import Decide, alone
 from sagellm.engines.native.memory import lazy_zeros
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
 from sagellm.engines.native.options import dtype_name, fastest_dtype, model_length, torch_dtype, usable_device
@@ -136,26 +137,24 @@ class CheckedModel:
 
     def loader(
         self, dtype: str, compute_dtype: str, kernel_set: KernelSet, measured_set: KernelSet,
-        agreed: Callable[[int], int] = int,
+        decide: Decide = alone,
     ) -> WeightLoader:  # fmt: skip
         """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
         is "auto", and whether matrices take the form of the kernel in `kernel_set`; `measured_set` is the
-        same kernel on one thread. `agreed` gives the choice of the first of several ranks.
+        same kernel on one thread. Of several ranks `decide` has the first choose.
         """
         wanted = torch_dtype(self.spec.dtype if dtype == "auto" else dtype)
-        if compute_dtype == "auto":
-            count, widened = num_parameters(self.plan), kernel_set.linear is None
-            computed = fastest_dtype(wanted, self.device, count, widened=widened)
-        else:
-            computed = torch_dtype(compute_dtype)
-        computed = torch_dtype(DTYPES[agreed(DTYPES.index(dtype_name(computed)))])
-        packs = agreed(packing_is_faster(measured_set.linear, computed, wanted))
+
+        def computed_in() -> int:
+            if compute_dtype != "auto":
+                return DTYPES.index(dtype_name(torch_dtype(compute_dtype)))
+            count = num_parameters(self.plan) * (1 if self.split is None else self.split.num_ranks)
+            widened = kernel_set.linear is None
+            return DTYPES.index(dtype_name(fastest_dtype(wanted, self.device, count, widened=widened)))
+
+        computed = torch_dtype(DTYPES[decide(computed_in)])
+        packs = decide(lambda: packing_is_faster(measured_set.linear, computed, wanted))
         linear = kernel_set.linear if packs else None
-        if packs and linear is None:  # its rows would be in another order than those of the first rank
-            raise KernelError(
-                "the first rank has the CPU kernels, and this one could not build them: start again, since "
-                "they are built by now"
-            )
         return WeightLoader(
             self.checkpoint,
             self.device,

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
 from sagellm.core.protocols.fusion import FusedKernel, LinearKernel, QuantizedKernel
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightFormat, WeightQuantizer
-from sagellm.engines.native.measure import cpu_s, torch_threads
+from sagellm.engines.native.measure import cpu_s, recorded, torch_threads
 
 FEWEST_ROWS, MOST_ROWS = 5, 192
 MEASURED_ROWS = (1, 8, 32, 256)
-_INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 3
+_INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 5
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,30 +128,23 @@ def time_kernel(
 ) -> dict[int, tuple[float, float]]:
     """CPU seconds of torch and kernel by number of rows. `kernel` has one thread.
 
-    Measured once in a process, so that a model takes what `footprint` has told.
+    They are recorded: a model takes what `footprint` has told, and the same in every run.
     """
-    case = type(kernel), dtype, weight_dtype
-    if case not in _measured:
-        _measured[case] = _timed(kernel, dtype, weight_dtype)
-    return _measured[case]
 
+    def timed() -> list[float]:
+        dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
+        packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
+        packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
+        seconds = []
+        with torch_threads(1):
+            for rows in MEASURED_ROWS:
+                x = torch.ones(rows, _INPUTS, dtype=dtype)
+                seconds += [cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed)]
+        return seconds
 
-_measured: dict[tuple[type, torch.dtype, torch.dtype], dict[int, tuple[float, float]]] = {}
-
-
-def _timed(
-    kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> dict[int, tuple[float, float]]:
-    dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
-    packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
-    packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
-    seconds = {}
-    with torch_threads(1):
-        for rows in MEASURED_ROWS:
-            x = torch.ones(rows, _INPUTS, dtype=dtype)
-            by_torch, by_kernel = (cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed))
-            seconds[rows] = by_torch, by_kernel
-    return seconds
+    case = f"{weight_dtype} matrices times {MEASURED_ROWS} rows of {dtype}"
+    found = recorded(case, getattr(kernel, "build", ""), timed)
+    return dict(zip(MEASURED_ROWS, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

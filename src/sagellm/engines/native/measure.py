@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 
 import torch
 
+from sagellm.core.errors import KernelError
+from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.accelerators import module_of
+
+Decide = Callable[[Callable[[], int]], int]
+"""Calls what chooses, on the first of several ranks only, and gives its choice to all of them."""
+
+
+def alone(choose: Callable[[], int]) -> int:
+    """The choice of a model on one rank."""
+    return choose()
 
 
 @contextmanager
@@ -48,6 +64,67 @@ def fastest(run: Callable[[], object], repeats: int, now: Callable[[], float]) -
         run()
         best = min(best, now() - start)
     return best
+
+
+def recorded(case: str, build: str, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+    """The numbers that `measure` gave the first time on this machine.
+
+    What is chosen by them, and with that the bits of answers, is then the same in every run. `case` says what
+    is measured, and `build` names the compiled kernel: another build, CPU or torch is measured anew. Records
+    are files beside the compiled kernels; without their folder they last as long as the process. Without a
+    build nothing is recorded.
+    """
+    if not build:
+        return tuple(measure())
+    key = repr((case, build, _cpu(), torch.__version__))
+    if key not in _in_this_process:
+        _in_this_process[key] = _on_disk(key, measure)
+    return _in_this_process[key]
+
+
+_in_this_process: dict[str, tuple[float, ...]] = {}
+
+
+def _on_disk(key: str, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+    name = f"measured-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    try:
+        path = cache_folder() / name
+    except KernelError:
+        return tuple(measure())
+    found = _record(path, key)
+    if found is not None:
+        return found
+    with suppress(OSError):
+        path.unlink(missing_ok=True)  # it is damaged
+    numbers = tuple(measure())
+    with suppress(OSError):
+        handle, unfinished = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"case": key, "numbers": numbers}, file)
+        try:
+            os.link(unfinished, path)  # of processes that measure at once, the first one's numbers count
+        finally:
+            os.unlink(unfinished)  # noqa: PTH108 - a name, not a path
+    return _record(path, key) or numbers
+
+
+def _record(path: Path, key: str) -> tuple[float, ...] | None:
+    """The numbers of a record; None where there is none, or another one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(map(float, record["numbers"])) if record["case"] == key else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+@cache
+def _cpu() -> str:
+    """The CPU's name, as far as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith("model name")), "")
 
 
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 31

@@ -59,13 +59,16 @@ def first_rank(
         return Ranks(split.with_rank(rank), collectives, processes)
 
     def follow(rank: int) -> None:
+        own = ranks(rank)
         try:
-            backend = FollowingRank(folder, ranks=ranks(rank), **options)
+            backend = FollowingRank(folder, ranks=own, **options)
             while (message := group.inboxes[rank - 1].get()) is not None:
                 backend.follow(message)
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread of the test
             errors.append(error)
             group.failure = str(error)
+            group._ended.set()
+            own.close()  # as the end of its process
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, split.num_ranks)]
     for thread in threads:

@@ -18,7 +18,7 @@ from sagellm.core.errors import ConfigError, EngineFailedError
 from sagellm.engines import build
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import RANKS_LOOK_S, Engine
-from sagellm.engines.native.parallel import start
+from sagellm.engines.native.parallel import ranks, start
 from sagellm.engines.native.parallel.backends import FirstRank
 from tests.builders import request, run_all
 from tests.effort import usual
@@ -88,6 +88,9 @@ def test_as_one_process(model: Path) -> None:
     with engine(model, **{"parallel.tensor": 2}) as divided:
         assert answers(divided) == expected
         assert divided.stats().num_preemptions == whole.stats().num_preemptions
+        found = divided.diagnostics()
+        assert found.communication_s is not None
+        assert 0 < found.communication_s < found.step_s
         reuse = divided.stats().reuse
         assert reuse is not None
         assert reuse.num_hit_tokens
@@ -100,8 +103,8 @@ def test_as_one_process(model: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "backend"),
     usual(
-        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "gloo")},
-        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "gloo")),
+        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "torch_distributed")},
+        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "torch_distributed")),
     ),
 )
 def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> None:
@@ -129,6 +132,20 @@ def test_an_idle_engine_sees_that_a_rank_has_died(model: Path) -> None:
         with pytest.raises(EngineFailedError, match="was ended by SIGKILL"):
             wait_for_work(made, MOST_S)
         assert time.monotonic() - began_s < MOST_S
+
+
+def test_closing_does_not_wait_for_a_rank_that_does_not_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "REPORT_S", 0.5)
+    with engine(model, **{"parallel.tensor": 2}) as made:
+        pids = processes(made)
+        os.kill(pids[0], signal.SIGSTOP)
+        made.add(request("r", range(3, 9), 400, temperature=0.0, ignore_eos=True))
+        made._begin_step()  # another thread computes it, and waits for the other rank
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < MOST_S
+    assert not any(map(is_there, pids))
 
 
 def wait_for_work(made: Engine, most_s: float) -> None:

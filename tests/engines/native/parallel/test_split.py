@@ -131,6 +131,18 @@ def test_what_does_not_divide_is_refused(spec: object, split: Split, words: str)
         ({"parallel": {"pipeline": 2, "whole_experts": True}}, "to the ranks of parallel.tensor"),
         ({"parallel": {"tensor": 2}, "kv": {"host_gb": 0.1}}, "keep whole blocks"),
         ({"parallel": {"tensor": 2}, "kv": {"approximate_reuse": True}}, "moves KV on one rank only"),
+        (
+            {"parallel": {"tensor": 2, "backend_options": {"table": "x"}}},
+            "name the collectives that take them",
+        ),
+        (
+            {"parallel": {"tensor": 2, "backend": "auto", "backend_options": {"tabel": "x"}}},
+            "'auto' has no tabel; it takes backend, .*table",
+        ),
+        (
+            {"parallel": {"tensor": 2, "backend": "auto", "backend_options": {"table": 3}}},
+            "table must be",
+        ),
     ],
 )
 def test_settings_that_do_not_go_with_ranks(settings: dict[str, Any], words: str) -> None:

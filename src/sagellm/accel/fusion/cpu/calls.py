@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +139,8 @@ class CpuKernel(CheckedKernel):
 
     def __init__(self, library: ctypes.CDLL, caller: Caller) -> None:
         self._function, self._call = kernel_function(library, self.c_name), caller
+        self.build = Path(library._name).name
+        """Names the source, compiler and instruction set that the library was built from."""
 
     def _device_obstacle(self, *tensors: torch.Tensor) -> str:
         for tensor in tensors:

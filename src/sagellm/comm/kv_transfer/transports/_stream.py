@@ -98,7 +98,7 @@ class StreamTransport:
     def reserve(self, link: int, num_bytes: int) -> memoryview | None:
         """None: a payload is sent from where it lies.
 
-        Few wait, so that the processor's cache has them.
+        Few wait at a time, so that they are in the processor's cache when they are sent.
         """
         connection = self._connections.get(link)
         if connection is not None and connection.num_chunks >= MAX_WAITING:

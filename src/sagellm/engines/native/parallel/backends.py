@@ -36,6 +36,7 @@ class FirstRank(NativeBackend):
             super().__init__(model, ranks=ranks, **options)
         except CommError as error:
             raise ranks.failure(error) from error
+        ranks.spent_s = 0.0  # from here on, of the engine's steps
 
     def check_ranks(self) -> None:
         """Raise `EngineFailedError` if the process of another rank has ended."""
@@ -45,6 +46,10 @@ class FirstRank(NativeBackend):
     def communication_s(self) -> float:
         """Seconds so far of communication, waiting for others included."""
         return self._ranks.spent_s
+
+    def end_ranks(self) -> None:
+        """End the other ranks. A step under way that waits for one of them fails within seconds."""
+        self._ranks.end()
 
     def capability(self) -> CapabilityDescriptor:
         """Of the whole model, with memory and KV schema of this rank."""

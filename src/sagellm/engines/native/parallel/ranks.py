@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 import time
-from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
 
-from sagellm.comm.collectives.shared_kernels import native_library
-from sagellm.comm.collectives.shared_memory import SharedMemoryBackend
-from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
-from sagellm.core.errors import CommError, EngineFailedError, KernelError
-from sagellm.core.processes import REPORT_S, ProcessGroup, Role
-from sagellm.core.protocols.collectives import CommBackendProtocol
+from sagellm.core.errors import CommError, EngineFailedError
+from sagellm.core.processes import REPORT_S, ProcessGroup
+from sagellm.core.protocols.collectives import CommBackendProtocol, ReduceOp
 from sagellm.core.protocols.fusion import KernelSet
-from sagellm.core.registry import registry
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.model import DecoderModel
@@ -29,25 +19,22 @@ from sagellm.engines.native.parallel.split import Split
 from sagellm.engines.native.parallel.stage import StageModel
 from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
 
-log = logging.getLogger("sagellm.ranks")
-TIMEOUT_S = 3600.0
-"""A rank waits so long for others: one may still load its weights. The end of a process is seen at once."""
-OWN_COLLECTIVES = ("auto", "gloo")
-"""Names of `parallel.backend` that are no plug-ins."""
-_LOOK_S = 0.02
-
 
 class Ranks:
     """A group of ranks: its collectives, and which part of it is this rank's.
 
     The first rank has the `processes` of the others. `spent_s`: seconds of communication, waiting included.
+    The `store` in which the ranks have met lives as long as they do: torch writes to the file of a
+    `FileStore` once more when it is dropped, and holds up the whole process for minutes if the first rank
+    removes the folder at that moment.
     """
 
     def __init__(
-        self, split: Split, group: CommBackendProtocol, processes: ProcessGroup | None = None
-    ) -> None:
-        self.split, self._group, self._processes = split, group, processes
-        self._adds_in_order = group.world_size == 2 or isinstance(group, SharedMemoryBackend)
+        self, split: Split, group: CommBackendProtocol, processes: ProcessGroup | None = None,
+        store: object = None,
+    ) -> None:  # fmt: skip
+        self.split, self._group, self._processes, self._store = split, group, processes, store
+        self._adds_in_order = group.world_size == 2 or getattr(group, "adds_in_order", False)
         self.spent_s = 0.0
 
     @property
@@ -64,18 +51,28 @@ class Ranks:
             return StageModel(*given, self)
         return DecoderModel(*given, TensorRanks(self, kernels, spec.vocab_size))
 
-    def agreed(self, value: int) -> int:
-        """The first rank's `value`, on all ranks."""
-        given = torch.tensor([value], dtype=torch.int64)
+    def decide(self, choose: Callable[[], int]) -> int:
+        """What `choose` gives on the first rank. It is not called on the others."""
+        given = torch.tensor([choose() if self.is_first else 0], dtype=torch.int64)
         self._group.broadcast(given, 0).wait()
         return int(given[0])
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        given = torch.tensor([value], dtype=torch.int64)
+        self._group.all_reduce(given, ReduceOp.MIN).wait()
+        return int(given[0])
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self._group.barrier().wait()
 
     def sum(self, part: torch.Tensor) -> None:
         """Add up the parts of all ranks, in place.
 
         `part` is contiguous. The bits are the same on all ranks, and in any batch: of two parts any order of
-        addition gives the same, and shared memory adds in order of rank. Other backends choose an order by
-        the size of the tensor, so there the parts are gathered first.
+        addition gives the same, and a group that `adds_in_order` adds in order of rank. Other groups choose
+        an order by the size of the tensor, so there the parts are gathered first.
         """
         began_s = time.perf_counter()
         if self._adds_in_order:
@@ -97,16 +94,22 @@ class Ranks:
         return parts
 
     def send(self, x: torch.Tensor, rank: int) -> None:
+        began_s = time.perf_counter()
         self._group.send(x, rank).wait()
+        self.spent_s += time.perf_counter() - began_s
 
     def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        began_s = time.perf_counter()
         self._group.recv(x, rank).wait()
+        self.spent_s += time.perf_counter() - began_s
         return x
 
     def announce(self, message: bytes) -> None:
         """Send a message to all other ranks. Raises `EngineFailedError` if one has ended."""
         if self._processes is not None:
+            began_s = time.perf_counter()
             self._processes.send(message)
+            self.spent_s += time.perf_counter() - began_s
 
     def check(self) -> None:
         """Raise `EngineFailedError` if the process of another rank has ended."""
@@ -120,91 +123,14 @@ class Ranks:
                 self._processes.wait_for_failure(REPORT_S if isinstance(error, CommError) else 0.0)
             except EngineFailedError as failed:
                 return failed
-        return EngineFailedError(f"rank {self.split.rank} failed in the middle of a step: {error}")
+        return EngineFailedError(f"rank {self.split.rank} failed: {error}")
+
+    def end(self) -> None:
+        """End the processes of the other ranks. What waits for them fails soon. May be called twice."""
+        if self._processes is not None:
+            self._processes.close(REPORT_S)
 
     def close(self) -> None:
-        """End the other ranks. May be called twice."""
-        if self._processes is not None:
-            self._processes.close()
+        """End the other ranks, and leave the group. May be called twice."""
+        self.end()
         self._group.close()
-
-
-def launch(split: Split, entry: str, options: dict[str, object], backend: str) -> Ranks:
-    """Start the other ranks, and join them. `entry(options, inbox)` calls `join` with what is added to
-    `options`: "split", "store" and "collectives".
-
-    Raises `EngineFailedError` with the reason of a rank that ends.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="sagellm-ranks-"))
-    store = str(folder / "store")
-    backend = _usual_collectives() if backend == "auto" else backend
-    shared = {
-        "tensor": split.tensor,
-        "pipeline": split.pipeline,
-        "whole_experts": split.whole_experts,
-    }
-    roles = [
-        Role(
-            f"rank {rank}",
-            entry,
-            {**options, "store": store, "collectives": backend, "split": {"rank": rank, **shared}},
-        )
-        for rank in range(1, split.num_ranks)
-    ]
-    processes = ProcessGroup.start(roles)
-    try:
-        found = FileStore(store, split.num_ranks)
-        for rank in range(1, split.num_ranks):
-            while not found.check([_ready(rank)]):
-                processes.wait_for_failure(_LOOK_S)
-        group = _collectives(backend, split, found)
-        group.barrier().wait()
-        return Ranks(split, group, processes)
-    except BaseException:
-        processes.close(0.0)
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def join(split: Split, store: str, backend: str) -> Ranks:
-    """Join the ranks that `launch` has started."""
-    found = FileStore(store, split.num_ranks)
-    found.set(_ready(split.rank), "")
-    group = _collectives(backend, split, found)
-    group.barrier().wait()
-    return Ranks(split, group)
-
-
-def _ready(rank: int) -> str:
-    return f"rank {rank} is there"
-
-
-def _collectives(name: str, split: Split, store: Store) -> CommBackendProtocol:
-    """The collectives of that name: gloo, or a plug-in's."""
-    if name == "gloo":
-        return TorchDistributedBackend(split.rank, split.num_ranks, group=_local_gloo(split, store))
-    if name == "shared_memory":
-        return SharedMemoryBackend(split.rank, split.num_ranks, store, timeout_s=TIMEOUT_S)
-    made: CommBackendProtocol = registry("collectives").create(
-        name, rank=split.rank, world_size=split.num_ranks, store=store
-    )
-    return made
-
-
-def _usual_collectives() -> str:
-    """Shared memory, or gloo where its kernel cannot be compiled."""
-    try:
-        native_library()
-    except KernelError as error:
-        log.warning("ranks add over gloo, not in shared memory: %s", error)
-        return "gloo"
-    return "shared_memory"
-
-
-def _local_gloo(split: Split, store: Store) -> object:
-    """Gloo on the loopback device: on others, strangers could connect to it."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=TIMEOUT_S)
-    return ProcessGroupGloo(store, split.rank, split.num_ranks, options)

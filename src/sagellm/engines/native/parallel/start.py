@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sagellm.core.child_process import Inbox
-from sagellm.core.config import Config
+from sagellm.core.config import Config, ParallelConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.options import usable_device
 from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
-from sagellm.engines.native.parallel.ranks import OWN_COLLECTIVES, join, launch
+from sagellm.engines.native.parallel.launch import join, launch
 from sagellm.engines.native.parallel.split import Split
 
 ENTRY = "sagellm.engines.native.from_config:follow"
@@ -32,7 +32,7 @@ def first_rank(config: Config, options: dict[str, Any]) -> FirstRank:
         update={"model": config.model.model_copy(update={"name": str(options["model"])})}
     )
     given: dict[str, object] = {"config": located.model_dump(mode="json")}
-    ranks = launch(split, ENTRY, given, parallel.backend)
+    ranks = launch(split, ENTRY, given, parallel.backend, parallel.backend_options)
     try:
         return FirstRank(**_of_a_rank(options, split), ranks=ranks)
     except BaseException:
@@ -73,8 +73,7 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "parallel.whole_experts deals experts to the ranks of parallel.tensor: set that to 2"
         )
-    if parallel.backend not in OWN_COLLECTIVES:
-        registry("collectives").get(parallel.backend)
+    _check_collectives(parallel)
     if config.kv.has_tiers:
         raise ConfigError(
             "kv.host_gb, kv.disk_gb and kv.remote_url keep whole blocks, and each rank has a part of them: "
@@ -86,3 +85,19 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.device = {config.model.device}: several ranks run on a CPU so far: set it to cpu"
         )
+
+
+def _check_collectives(parallel: ParallelConfig) -> None:
+    """Raise `UnknownNameError` where there are no such collectives, `ConfigError` for a wrong option."""
+    name, options = parallel.backend, parallel.backend_options
+    if name is None and options:
+        raise ConfigError("parallel.backend_options: name the collectives that take them: parallel.backend")
+    if name is None:
+        return
+    collectives = registry("collectives")
+    taken = collectives.options(name).keys() - {"rank", "world_size", "store", "group", "clock"}
+    if strangers := sorted(options.keys() - taken):
+        raise ConfigError(
+            f"parallel.backend_options: {name!r} has no {strangers[0]}; it takes {', '.join(sorted(taken))}"
+        )
+    collectives.check_values(name, options)
