@@ -21,6 +21,7 @@ from sagellm.benchmarks.micro import (
     kv_pool,
     kv_tiers,
     kv_transfer,
+    kv_transfer_plain,
     memory,
     overlap,
     parallel,
@@ -362,6 +363,20 @@ def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
         *(f"{name}, {way}" for name in ("all_reduce", "broadcast")
           for way in (interconnect.ADAPTER, interconnect.PLAIN, interconnect.ADDED)),
     }  # fmt: skip
+
+
+@pytest.mark.peer
+def test_kv_transfer_beside_libraries() -> None:
+    report = measured(kv_transfer.BENCHMARK, "c", tiny("tcp"))
+    cases = {row.case for row in report.rows if row.unit == kv_transfer.GB_PER_S}
+    there = kv_transfer_plain.installed()
+    assert there
+    assert cases == {"tcp", *there, *(kv_transfer.PLAIN[name] for name in there)}
+
+
+def test_kv_transfer_without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sagellm.benchmarks.micro.kv_transfer.installed", list)
+    assert not measured(kv_transfer.BENCHMARK, "c", tiny("tcp")).rows
 
 
 def test_kv_transfer_has_every_row() -> None:

@@ -163,8 +163,9 @@ _add_micro(
     "shared_memory, tcp or both, as a,b; default: both.",
     """Measure KV transfers to another process, with checksums, beside plain copies.
 
-    Section b: GB/s of 1 MB blocks in shared memory beside memcpy, and over TCP loopback beside a raw socket.
-    Takes 2 GB of memory, with --quick a sixteenth.
+    Sections, in GB/s of 1 MB blocks: b, in shared memory beside memcpy, and over TCP loopback beside a raw
+    socket; c, over TCP loopback beside NIXL and Mooncake, where they are installed. Takes 2 GB of memory,
+    with --quick a sixteenth.
     """,
 )
 _add_micro(

@@ -23,6 +23,8 @@ EXTRA_OF: Mapping[str, str] = {
     "transformers": "transformers",
     "redis": "tiers",
     "zstandard": "tiers",
+    "nixl_cu12": "nixl",
+    "mooncake": "mooncake",
     "vllm": "vllm",
     "sglang": "sglang",
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from sagellm.comm.kv_transfer.transports._auth import CHALLENGE_BYTES, MAC_BYTES, RESPONSE_BYTES
-from sagellm.comm.kv_transfer.transports._connection import PREFIX
+from sagellm.comm.kv_transfer.transports._connection import PREFIX, SLOT
 
 Forward = Callable[[socket.socket, bytes], None]
 
@@ -81,8 +81,9 @@ class Proxy:
                 target.sendall(_exactly(source, size))
             while True:
                 prefix = _exactly(source, PREFIX.size)
-                _, _, _, _, head_bytes, payload_bytes, _ = PREFIX.unpack(prefix)
-                frame = prefix + _exactly(source, head_bytes + payload_bytes)
+                _, _, flag, _, head_bytes, payload_bytes, _ = PREFIX.unpack(prefix)
+                in_stream = 0 if flag == SLOT else payload_bytes
+                frame = prefix + _exactly(source, head_bytes + in_stream)
                 self.num_frames += 1
                 time.sleep(self.delay_s)
                 while self.is_stalled:

@@ -11,17 +11,16 @@ import pytest
 
 from sagellm.comm.kv_transfer.messages import ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
-from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from sagellm.core.protocols.kv_transfer import Message, TransferStatus, TransportEngine
+from sagellm.core.protocols.kv_transfer import Message, TransferStatus
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
-from tests.comm.kv_transfer.world import KEY, LAYOUT, SIZE, Instance, finish, introduce, prompt, until
+from tests.comm.kv_transfer.fabrics import FAKE, NAMES, transport
+from tests.comm.kv_transfer.world import LAYOUT, SIZE, Instance, finish, introduce, prompt, until
 
-NAMES = TRANSPORTS.names()
 Make = Callable[..., Instance]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, FAKE])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes instances whose channels are closed at the end."""
     network = InProcessNetwork()
@@ -34,12 +33,6 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
             return instance
 
         yield made
-
-
-def transport(kind: str, name: str, network: InProcessNetwork) -> TransportEngine:
-    if kind == "in_process":
-        return TRANSPORTS.create(kind, node=name, network=network)
-    return TRANSPORTS.create(kind, key=KEY, **({"port": 0} if kind == "tcp" else {}))
 
 
 @pytest.mark.parametrize("has_views", [(True, True), (False, True), (True, False), (False, False)])

@@ -24,8 +24,9 @@ from sagellm.comm.kv_transfer.transports._connection import PREFIX
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.core.errors import ConfigError, KVDataError
-from sagellm.core.protocols.kv_transfer import KVPath, TransferReport, TransferStatus, TransportEngine
+from sagellm.core.protocols.kv_transfer import KVPath, TransferReport, TransferStatus
 from sagellm.core.types import Tokens
+from tests.comm.kv_transfer.fabrics import LIBRARIES, transport
 from tests.comm.kv_transfer.proxy import Proxy, Shuffler, damaged
 from tests.comm.kv_transfer.world import KEY, SIZE, SPACE, Instance, finish, introduce, prompt, until
 
@@ -263,13 +264,12 @@ def test_a_recorded_handshake_is_worth_nothing(scene: Scene) -> None:
 
 
 PEER = """
-import json, sys, time
+import sys
 from sagellm.comm.kv_transfer.options import ChannelOptions
-from sagellm.comm.kv_transfer.transports import TRANSPORTS
-from tests.comm.kv_transfer.world import KEY, Instance, prompt
+from tests.comm.kv_transfer.fabrics import transport
+from tests.comm.kv_transfer.world import Instance, prompt
 kind, role, blocks = sys.argv[1], sys.argv[2], int(sys.argv[3])
-transport = TRANSPORTS.create(kind, key=KEY, **({"port": 0} if kind == "tcp" else {}))
-me = Instance("peer", transport, num_blocks=512, options=ChannelOptions(chunk_bytes=3000, credits=2))
+me = Instance("peer", transport(kind), num_blocks=512, options=ChannelOptions(chunk_bytes=3000, credits=2))
 print(me.channel.metadata().decode(), flush=True)
 if role == "sender":
     me.compute(prompt(1, blocks))
@@ -281,18 +281,14 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("kind", ["tcp", "shared_memory", *LIBRARIES])
 @pytest.mark.parametrize("role", ["sender", "receiver"])
 def test_a_peer_is_killed_in_the_middle(kind: str, role: str) -> None:
     num_blocks = 400
-    makers: dict[str, Callable[[], TransportEngine]] = {
-        "tcp": lambda: TcpTransport(KEY, port=0),
-        "shared_memory": lambda: SharedMemoryTransport(KEY),
-    }
     options = ChannelOptions(
         chunk_bytes=3000, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0, resume_s=0.1
     )
-    me = Instance("test", makers[kind](), num_blocks=512, options=options)
+    me = Instance("test", transport(kind), num_blocks=512, options=options)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     peer = subprocess.Popen(
         [sys.executable, "-c", PEER, kind, role, str(num_blocks)],

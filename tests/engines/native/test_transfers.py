@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.kv_transfer import TransferStatus, TransportEngine
+from sagellm.core.protocols.kv_transfer import TransferStatus
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build_transfers import build_transfers
 from sagellm.engines.transfers import KVTransfers
-from tests.comm.kv_transfer.world import KEY
+from tests.comm.kv_transfer.fabrics import NAMES, transport
 from tests.engines.native.tiered import WHOLE, ask, engine, kv_of, prompts
 from tests.tiny_models import save_tiny
-
-NAMES = TRANSPORTS.names()
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as made:
         yield made
-
-
-def transport(kind: str, node: str, network: InProcessNetwork) -> TransportEngine:
-    if kind == "in_process":
-        return TRANSPORTS.create(kind, node=node, network=network)
-    return TRANSPORTS.create(kind, key=KEY, **({"port": 0} if kind == "tcp" else {}))
 
 
 def pair(

@@ -4,25 +4,39 @@ Section b: GB/s of a path of distinct 1 MB blocks, all of it with authentication
 prefix index. `memcpy` copies the same blocks within one process, `raw socket` sends them in a loop over TCP
 loopback. Each round measures all, one after the other; medians of the rounds, and of the rounds' ratios. The
 CPU time of both sides says what bounds a rate where other processes use the machine.
+
+Section c: the same over TCP loopback beside NIXL and Mooncake, if they are installed: alone, where they write
+blocks and do nothing else, and as transports under our protocol.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 
 from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, OneArray, TransferNode
+from sagellm.benchmarks.micro.kv_transfer_plain import (
+    PLAIN_MOONCAKE,
+    PLAIN_NIXL,
+    WRITERS,
+    MooncakeWriter,
+    NixlWriter,
+    force_tcp,
+    installed,
+)
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.core.errors import BookkeepingError, UnknownNameError
 from sagellm.core.processes import child_environment
@@ -31,6 +45,7 @@ from sagellm.core.types import Namespace, Tokens
 
 MEMCPY, RAW_SOCKET = "memcpy", "raw socket"
 REFERENCES = MappingProxyType({"shared_memory": MEMCPY, "tcp": RAW_SOCKET})
+PLAIN = MappingProxyType({"nixl": PLAIN_NIXL, "mooncake": PLAIN_MOONCAKE})
 GB_PER_S, RATIO = "GB/s", "of reference"
 CPU = ("sender's CPU us/MB", "receiver's CPU us/MB")
 MEASURED = tuple(REFERENCES)
@@ -87,6 +102,25 @@ class RawSocket:
         return _cpu_s("self"), self._peer.cpu_s()
 
 
+class Plain:
+    """A library that writes into the blocks of another process.
+
+    That process is stopped between its turns: a thread of NIXL takes a core of its own.
+    """
+
+    def __init__(self, kind: str, num_blocks: int, stack: ExitStack) -> None:
+        self._peer = _Peer(kind, num_blocks, stack)
+        self._writer: NixlWriter | MooncakeWriter = WRITERS[kind](self._peer.said, num_blocks)
+
+    def move(self) -> None:
+        self._peer.signal(signal.SIGCONT)
+        self._writer.move()
+        self._peer.signal(signal.SIGSTOP)
+
+    def cpu_s(self) -> tuple[float, float]:
+        return _cpu_s("self"), self._peer.cpu_s()
+
+
 class Memcpy:
     """Copies blocks within this process."""
 
@@ -114,6 +148,9 @@ class _Peer:
         assert self._process.stdout is not None
         self.said = self._process.stdout.readline()
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -128,38 +165,60 @@ def _cpu_s(process: str) -> float:
     return sum(int(task.read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
 
 
-def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Section b."""
-    num_blocks = max(4, plan.moved_mb // 4)
-    num_bytes = num_blocks * BLOCK_BYTES
+Case: TypeAlias = Pair | RawSocket | Plain | Memcpy
+Cases = Mapping[str, Case]
+
+
+def _case(name: str, num_blocks: int, stack: ExitStack) -> Case:
+    if name == MEMCPY:
+        return Memcpy(num_blocks)
+    if name == RAW_SOCKET:
+        return RawSocket(num_blocks, stack)
+    return Plain(name, num_blocks, stack) if name in WRITERS else Pair(name, num_blocks, stack)
+
+
+def _measured(
+    letter: str, names: Sequence[str], ratios: Sequence[tuple[str, str]], num_blocks: int, rounds: int
+) -> Iterator[MicroBenchRow]:
+    """Run each case once in a round. Ratios are of pairs within a round, then medians."""
     rates: dict[str, list[float]] = defaultdict(list)
     cpu: dict[str, list[list[float]]] = defaultdict(list)
     with ExitStack() as stack:
-        cases: dict[str, Pair | RawSocket | Memcpy] = {}
-        wanted = {name for variant in plan.variants for name in (variant, REFERENCES[variant])}
-        makers: dict[str, Callable[[], Pair | RawSocket | Memcpy]] = {
-            MEMCPY: lambda: Memcpy(num_blocks),
-            RAW_SOCKET: lambda: RawSocket(num_blocks, stack),
-        }
-        for name in sorted(wanted):
-            cases[name] = makers[name]() if name in makers else Pair(name, num_blocks, stack)
-            cases[name].move()
-        for _ in range(ROUNDS * plan.rounds):
+        cases: Cases = {name: _case(name, num_blocks, stack) for name in names}
+        for case in cases.values():
+            case.move()
+        for _ in range(rounds):
             for name, case in cases.items():
                 began_s, spent_s = time.perf_counter(), case.cpu_s()
                 case.move()
-                rates[name].append(num_bytes / (time.perf_counter() - began_s) / 1e9)
+                rates[name].append(num_blocks * BLOCK_BYTES / (time.perf_counter() - began_s) / 1e9)
                 used = zip(case.cpu_s(), spent_s, strict=True)
                 cpu[name].append([(after - before) / num_blocks * 1e6 for after, before in used])
-    for name in sorted(wanted):
-        yield MicroBenchRow("b", name, num_blocks, "", GB_PER_S, round(statistics.median(rates[name]), 2))
+    for name in names:
+        yield MicroBenchRow(letter, name, num_blocks, "", GB_PER_S, round(statistics.median(rates[name]), 2))
         for unit, used_us in zip(CPU, zip(*cpu[name], strict=True), strict=True):
-            yield MicroBenchRow("b", name, num_blocks, "", unit, round(statistics.median(used_us), 1))
-    for variant in plan.variants:
-        reference = REFERENCES[variant]
-        ratio = statistics.median(map(float.__truediv__, rates[variant], rates[reference]))
-        title = f"{variant} / {reference}"
-        yield MicroBenchRow("b", title, num_blocks, "", RATIO, round(ratio, 3))
+            yield MicroBenchRow(letter, name, num_blocks, "", unit, round(statistics.median(used_us), 1))
+    for case_name, reference in ratios:
+        ratio = statistics.median(map(float.__truediv__, rates[case_name], rates[reference]))
+        yield MicroBenchRow(letter, f"{case_name} / {reference}", num_blocks, "", RATIO, round(ratio, 3))
+
+
+def bandwidth(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    """Section b."""
+    names = sorted({name for variant in plan.variants for name in (variant, REFERENCES[variant])})
+    ratios = [(variant, REFERENCES[variant]) for variant in plan.variants]
+    return _measured("b", names, ratios, max(4, plan.moved_mb // 4), ROUNDS * plan.rounds)
+
+
+def libraries(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    """Section c: nothing, where neither library is installed."""
+    force_tcp()
+    there = installed()
+    if not there or "tcp" not in plan.variants:
+        return iter(())
+    plain = [PLAIN[name] for name in there]
+    ratios = [("tcp", name) for name in plain] + [(name, PLAIN[name]) for name in there]
+    return _measured("c", ["tcp", *plain, *there], ratios, max(4, plan.moved_mb // 8), ROUNDS * plan.rounds)
 
 
 def _check(name: str) -> None:
@@ -168,4 +227,4 @@ def _check(name: str) -> None:
     TRANSPORTS.get(name)
 
 
-BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, {"b": bandwidth})
+BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, {"b": bandwidth, "c": libraries})

@@ -3,7 +3,7 @@
     python -m sagellm.benchmarks.micro.kv_transfer_peer KIND NUM_BLOCKS
 
 Prints what the sender connects to, then receives until it is ended. KIND is a transport, or `raw`: a loop
-over a plain TCP socket.
+over a plain TCP socket; or one of `kv_transfer_plain`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TransferNode:
         arrivals = PrefixArrivals(self.index, self.pool)
         arrivals.serve(lambda count, account: None, OWNER)
         self.memory = OneArray(num_blocks)
-        options: dict[str, Any] = {"port": 0} if kind == "tcp" else {}
+        options: dict[str, Any] = {} if kind == "shared_memory" else {"port": 0}
         self.channel = TransferChannel(
             name, TRANSPORTS.create(kind, key=KEY, **options), self.memory, SCHEMA, None, arrivals,
             partial(hashes_of, BLOCK_TOKENS),
@@ -127,8 +127,17 @@ def receive_raw(num_blocks: int) -> None:
         sock.sendall(b"\1")
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == RAW:
-        receive_raw(int(sys.argv[2]))
+def main(kind: str, num_blocks: int) -> None:
+    from sagellm.benchmarks.micro.kv_transfer_plain import WRITERS, force_tcp, receive_plain
+
+    if kind == RAW:
+        receive_raw(num_blocks)
+    elif kind in WRITERS:
+        receive_plain(kind, num_blocks)
     else:
-        receive(sys.argv[1], int(sys.argv[2]))
+        force_tcp()
+        receive(kind, num_blocks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

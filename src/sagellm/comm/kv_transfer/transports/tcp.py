@@ -28,6 +28,8 @@ class TcpTransport(StreamTransport):
     `start` where the address cannot be had.
     """
 
+    name = "tcp"
+
     def __init__(
         self,
         key: bytes,
@@ -54,13 +56,13 @@ class TcpTransport(StreamTransport):
 
     def address(self) -> Mapping[str, str | int]:
         host, port = self._reached, self._listener.getsockname()[1]
-        return {"transport": "tcp", "host": host, "port": port}
+        return {"transport": self.name, "host": host, "port": port}
 
     def connect(self, address: Mapping[str, str | int]) -> int:
         host, port = address.get("host"), address.get("port")
         is_port = isinstance(port, int) and 0 < port < 1 << 16
-        if address.get("transport") != "tcp" or not isinstance(host, str) or not is_port:
-            raise ConfigError(f"{dict(address)} is no address of a transport tcp")
+        if address.get("transport") != self.name or not isinstance(host, str) or not is_port:
+            raise ConfigError(f"{dict(address)} is no address of a transport {self.name}")
         try:
             _numeric(host, 0)
         except (OSError, ValueError):
