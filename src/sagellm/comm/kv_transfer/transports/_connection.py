@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple
 
 import xxhash
@@ -204,14 +205,19 @@ class PeerSocket:
     def write(self, done: Callable[[OutFrame], None]) -> None:
         """Send what the socket takes; `done` is called for each whole frame. Raises `OSError`."""
         while self.outgoing:
-            first = self.outgoing[0]
-            while first.buffers:
-                try:
-                    num_bytes = self.sock.sendmsg(list(first.buffers)[:MAX_BUFFERS])
-                except BlockingIOError:
-                    return
-                _advance(first.buffers, num_bytes)
-            done(self.outgoing.popleft())
+            queued = chain.from_iterable(each.buffers for each in self.outgoing)
+            try:
+                num_bytes = self.sock.sendmsg(list(islice(queued, MAX_BUFFERS)))
+            except BlockingIOError:
+                return
+            while self.outgoing:
+                first = self.outgoing[0]
+                size = sum(map(len, first.buffers))
+                if num_bytes < size:
+                    _advance(first.buffers, num_bytes)
+                    break
+                num_bytes -= size
+                done(self.outgoing.popleft())
 
 
 def _fill(view: memoryview, data: memoryview) -> int:

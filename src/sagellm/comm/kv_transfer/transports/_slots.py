@@ -25,7 +25,7 @@ from sagellm.comm.kv_transfer.transports._stream import StreamTransport
 from sagellm.core.errors import ConfigError, KVDataError
 from sagellm.core.protocols.kv_transfer import Message
 
-NUM_SLOTS = 8
+NUM_SLOTS = 16
 MAX_SLOTS = 1 << 10
 SLOT_FREE = 255
 """A message of these transports: the head has the numbers of slots."""

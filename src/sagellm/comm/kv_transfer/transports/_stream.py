@@ -45,6 +45,8 @@ MAX_UNPROVEN = 64
 PAUSE_S = 0.5
 """No connection is accepted for that time, where descriptors or memory are used up."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+FRAMES_AT_ONCE = 4
+"""Small frames that are sent together while more is to be done: waking the peer costs as much as a chunk."""
 MAX_WAITING = 2
 """Chunks of a link that were made and are not sent."""
 _IDLE_S = 0.5
@@ -65,6 +67,8 @@ class StreamTransport:
         self._addresses: dict[int, Mapping[str, str | int]] = {}
         """By link that is ours."""
         self._connections: dict[int, PeerSocket] = {}
+        self._unsent: dict[int, PeerSocket] = {}
+        """By link: connections with small frames that are sent soon."""
         self._links = itertools.count(1)
         self._tasks: deque[Callable[[], None]] = deque()
         self._is_awake = self._is_closing = False
@@ -147,6 +151,10 @@ class StreamTransport:
                     self._serve(key.data, events)
             for _ in range(len(self._tasks)):
                 self._run_task(self._tasks.popleft())
+            for link, connection in list(self._unsent.items()):
+                if not self._tasks or len(connection.outgoing) >= FRAMES_AT_ONCE:
+                    del self._unsent[link]
+                    self._flush_or_lose(connection)
             self._expire()
         for connection in self._connections.values():
             connection.sock.close()
@@ -175,6 +183,12 @@ class StreamTransport:
         except Exception as error:  # the other connections go on
             log.exception("a connection of KV transfer failed")
             self._lose(connection, f"{type(error).__name__}: {error}")
+
+    def _flush_or_lose(self, connection: PeerSocket) -> None:
+        try:
+            self._flush(connection)
+        except OSError as error:
+            self._lose(connection, str(error))
 
     def _flush(self, connection: PeerSocket) -> None:
         """Send what is queued; raises `OSError`."""
@@ -215,10 +229,10 @@ class StreamTransport:
             connection.held.append(made)
             return
         connection.outgoing.append(made)
-        try:
-            self._flush(connection)
-        except OSError as error:
-            self._lose(connection, str(error))
+        if made.token is not None and not made.in_slot:
+            self._flush_or_lose(connection)
+        else:
+            self._unsent[link] = connection
 
     def _framed(self, connection: PeerSocket, message: Message) -> OutFrame:
         payload = [memoryview(part).cast("B") for part in message.payload]
