@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ def test_a_damaged_record_is_measured_anew(text: str, folder: Path) -> None:
     for _ in range(2):
         forget()
         assert recorded("a race", "v1", lambda: next(numbers)) == (2.0,)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_what_no_clock_should_give_is_not_kept(bad: float, folder: Path) -> None:
+    assert recorded("a race", "v1", lambda: (1.0, bad))[0] == 1.0
+    assert not list(folder.iterdir())
+
+
+def test_a_record_that_comes_while_another_process_looks_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_late(path: Path, key: str) -> None:
+        """Nothing was there; now it is."""
+        monkeypatch.setattr(measure, "_record", record)
+        forget()
+        assert recorded("a race", "v1", lambda: (1.0,)) == (1.0,)
+
+    record = measure._record
+    monkeypatch.setattr(measure, "_record", look_late)
+    assert recorded("a race", "v1", lambda: (2.0,)) == (1.0,)
 
 
 def test_without_a_folder_they_last_as_long_as_the_process(

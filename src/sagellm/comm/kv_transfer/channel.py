@@ -49,6 +49,7 @@ from sagellm.comm.kv_transfer.messages import (
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.receiving import Place, Receiver
 from sagellm.comm.kv_transfer.sending import Sender
+from sagellm.core.checksums import checksum_kernel
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError, KVDataError, nearest
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, KVArrivals, KVCodec
@@ -133,6 +134,7 @@ class TransferChannel:
         )  # fmt: skip
         self._is_closed = False
         transport.max_payload_bytes = max(options.chunk_bytes, memory.bytes_per_block)
+        checksum_kernel()  # compiling it takes a second
         transport.start(self)
 
     # -- for the engine's thread

@@ -33,7 +33,7 @@ class ChannelOptions:
 
     chunk_bytes: int = 1 << 20
     credits: int = 16
-    max_credits: int = 64
+    max_credits: int = 128
     stall_s: float = 10.0
     drain_s: float = 1.0
     num_retries: int = 2

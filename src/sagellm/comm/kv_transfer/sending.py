@@ -134,8 +134,8 @@ class Sender:
         self._worker, self._options, self._clock = worker, options, clock
         self._transfers: dict[int, Outgoing] = {}
         self._num_begun = self._num_sent = 0
-        self._starved: set[int] = set()
-        """Transfers for whose next chunk a link had no memory."""
+        self._starved: dict[int, None] = {}
+        """Transfers for whose next chunk a link had no memory, the first to wait first."""
         self._rates: dict[str, deque[tuple[int, float]]] = {}
 
     def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
@@ -380,9 +380,10 @@ class Sender:
         transfer.num_posted -= 1
         self._num_sent += 1
         self._note_quiet(transfer)
-        starved, self._starved = self._starved, set()
-        for number in starved & self._transfers.keys():
-            self._send_more(self._transfers[number])
+        starved, self._starved = self._starved, {}
+        for number in starved:
+            if number in self._transfers:
+                self._send_more(self._transfers[number])
 
     def _note_quiet(self, transfer: Outgoing) -> None:
         if transfer.outcome is not None and transfer.is_quiet:
@@ -422,14 +423,16 @@ class Sender:
                     self._submit(transfer, agreed)
                 else:
                     transfer.is_pumping = False
-                    self._starved.add(transfer.ticket.transfer_id)
+                    self._starved[transfer.ticket.transfer_id] = None
                     self._note_quiet(transfer)
             return
         except Exception as error:
             log.exception("reading KV of %s failed", transfer.path.request_id)
             with self._changed:
                 transfer.is_pumping = False
-                self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
+                self._note_quiet(transfer)
+                if transfer.outcome is None:
+                    self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
             return
         with self._changed:
             transfer.num_posted += 1

@@ -331,10 +331,12 @@ class LLM:
 
     def close(self) -> None:
         """Abort what is open and release the engine."""
-        for request_id in list(self._open):
-            self.abort(request_id)
-        self._closed = True
-        self._engine.close()
+        try:
+            for request_id in list(self._open):
+                self.abort(request_id)
+        finally:
+            self._closed = True
+            self._engine.close()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,17 +93,21 @@ def _on_disk(key: str, measure: Callable[[], Sequence[float]]) -> tuple[float, .
         path = cache_folder() / name
     except KernelError:
         return tuple(measure())
+    was_there = path.exists()
     found = _record(path, key)
     if found is not None:
         return found
-    with suppress(OSError):
-        path.unlink(missing_ok=True)  # it is damaged
+    if was_there:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # it is damaged
     numbers = tuple(measure())
+    if not all(0 < number < math.inf for number in numbers):
+        return numbers
     with suppress(OSError):
         handle, unfinished = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"case": key, "numbers": numbers}, file)
         try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"case": key, "numbers": numbers}, file)
             os.link(unfinished, path)  # of processes that measure at once, the first one's numbers count
         finally:
             os.unlink(unfinished)  # noqa: PTH108 - a name, not a path
@@ -119,12 +125,16 @@ def _record(path: Path, key: str) -> tuple[float, ...] | None:
 
 @cache
 def _cpu() -> str:
-    """The CPU's name, as far as Linux tells it."""
+    """The CPU, as far as Linux tells it: a hypervisor may give many one name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("\n\n")
     except OSError:
-        return ""
-    return next((line for line in lines if line.startswith("model name")), "")
+        return platform.machine()
+    lines = [line for line in first.splitlines() if line.startswith(_OF_A_CPU)]
+    return "\n".join((platform.machine(), *lines))
+
+
+_OF_A_CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
 
 
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 31

@@ -111,6 +111,10 @@ class PeerSocket:
     ahead: bytearray = field(default_factory=lambda: bytearray(AHEAD_BYTES))
     ready: memoryview = field(default_factory=lambda: memoryview(b""))
     """Bytes that were read into `ahead` and have not been used."""
+    left: int = 0
+    """Bytes of this turn, with those in slots."""
+    num_turns: int = 0
+    """Since a small frame waits."""
     fds: list[int] = field(default_factory=list)
     is_connecting: bool = False
     wants: int = 0
@@ -119,7 +123,7 @@ class PeerSocket:
     @property
     def num_chunks(self) -> int:
         """Those on their way out."""
-        return sum(frame.token is not None for frame in self.outgoing)
+        return sum(frame.token is not None for frame in tuple(self.outgoing))
 
     def expect(
         self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None
@@ -128,22 +132,22 @@ class PeerSocket:
 
     def read(self, dropped: memoryview) -> None:
         """Read what is there, up to `READ_BYTES`. Raises `OSError`, and what `then` raises."""
-        left = READ_BYTES
+        self.left = READ_BYTES
         while True:
             while not self.views and not self.num_discarded:
                 self.then()
+            if self.left <= 0:
+                return
             if self.ready:
                 self._use_ready()
                 continue
-            if left <= 0:
-                return
             try:
                 num_bytes = self._receive(dropped)
             except BlockingIOError:
                 return
             if not num_bytes:
                 raise ConnectionError("the peer has closed the connection")
-            left -= num_bytes
+            self.left -= num_bytes
 
     def _receive(self, dropped: memoryview) -> int:
         if self.num_discarded:

@@ -150,6 +150,7 @@ class SlotTransport(StreamTransport):
             raise KVDataError(f"a payload in slot {found.slot}, which is not shared")
         if found.payload_bytes > sizes.slot_bytes:
             raise KVDataError(f"a payload of {found.payload_bytes} bytes in a slot of {sizes.slot_bytes}")
+        connection.left -= found.payload_bytes
         self._expect_frame(connection)
         self._take_slot(connection, found, head)
 

@@ -45,8 +45,8 @@ MAX_UNPROVEN = 64
 PAUSE_S = 0.5
 """No connection is accepted for that time, where descriptors or memory are used up."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-FRAMES_AT_ONCE = 4
-"""Small frames that are sent together while more is to be done: waking the peer costs as much as a chunk."""
+MAX_TURNS = 4
+"""A small frame waits for others so many turns of the thread: waking the peer costs as much as a chunk."""
 MAX_WAITING = 2
 """Chunks of a link that were made and are not sent."""
 _IDLE_S = 0.5
@@ -152,9 +152,11 @@ class StreamTransport:
             for _ in range(len(self._tasks)):
                 self._run_task(self._tasks.popleft())
             for link, connection in list(self._unsent.items()):
-                if not self._tasks or len(connection.outgoing) >= FRAMES_AT_ONCE:
+                connection.num_turns += 1
+                if not self._tasks or connection.num_turns >= MAX_TURNS:
                     del self._unsent[link]
-                    self._flush_or_lose(connection)
+                    connection.num_turns = 0
+                    self._run_task(partial(self._flush_or_lose, connection))
             self._expire()
         for connection in self._connections.values():
             connection.sock.close()
@@ -170,6 +172,8 @@ class StreamTransport:
             log.exception("a task of KV transfer failed")
 
     def _serve(self, connection: PeerSocket, events: int) -> None:
+        if self._connections.get(connection.link) is not connection:
+            return
         try:
             if connection.is_connecting and events & selectors.EVENT_WRITE:
                 if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -177,6 +181,8 @@ class StreamTransport:
                 connection.is_connecting = False
             if events & selectors.EVENT_READ:
                 connection.read(self._dropped)
+                if connection.ready:  # after acknowledgements, and what other connections have
+                    self._submit(partial(self._serve, connection, selectors.EVENT_READ))
             self._flush(connection)
         except (OSError, KVDataError) as error:
             self._lose(connection, str(error))

@@ -62,11 +62,13 @@ class FirstRank(NativeBackend):
             result = super().execute(plan)
         except (PlanError, EngineFailedError):
             raise
-        except Exception as error:
+        except BaseException as error:  # after Ctrl-C, too, the others would be a plan behind
             if not self._is_midway:
                 raise
-            failure = self._ranks.failure(error)
+            failure = self._ranks.failure(error) if isinstance(error, Exception) else None
             self._ranks.close()
+            if failure is None:
+                raise
             raise failure from error
         counts = result.num_drawn(plan)
         rows = [row for row, n in zip(plan.decode_rows, counts, strict=True) for _ in range(n)]

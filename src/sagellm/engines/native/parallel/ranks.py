@@ -78,11 +78,12 @@ class Ranks:
         if self._adds_in_order:
             self._group.all_reduce(part).wait()
         else:
-            parts = part.new_empty((self._group.world_size, *part.shape))
-            self._group.all_gather(parts, part).wait()
-            part.copy_(parts[0])
-            for other in parts[1:]:
-                part.add_(other)
+            with torch.inference_mode():  # a recorded step is replayed outside of it
+                parts = part.new_empty((self._group.world_size, *part.shape))
+                self._group.all_gather(parts, part).wait()
+                part.copy_(parts[0])
+                for other in parts[1:]:
+                    part.add_(other)
         self.spent_s += time.perf_counter() - began_s
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
