@@ -125,7 +125,7 @@ def _record(path: Path, key: str) -> tuple[float, ...] | None:
 
 @cache
 def _cpu() -> str:
-    """The CPU, as far as Linux tells it: a hypervisor may give many one name."""
+    """The CPU as Linux tells it. A hypervisor may give several one name."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("\n\n")
     except OSError:
