@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,17 +12,29 @@ import xxhash
 from sagellm.core import checksums
 from sagellm.core.checksums import checksum, checksum_kernel, copy_with_checksum
 from sagellm.core.errors import KernelError
+from sagellm.core.native_code import LEVELS, this_cpu_flags
 
 SIZES = (0, 1, 63, 64, 192, 240, 241, 256, 320, 1000, 1024, 1088, 2048, 4096 + 64, 65536, 65536 + 1, 200_000)
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "twin":
+@pytest.fixture(params=["kernel", "avx2", "plain", "twin"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel for this CPU, for two lesser instruction sets, and the twin."""
+    name = str(request.param)
+    if name == "twin":
         monkeypatch.setattr(checksums, "checksum_kernel", lambda: None)
-    elif checksum_kernel() is None:
+        yield name
+        return
+    if name != "kernel":
+        level = next(level for level in LEVELS if level.name == name)
+        if not level.cpu_flags <= this_cpu_flags():
+            pytest.skip(f"the CPU has no {name}")
+        monkeypatch.setattr(checksums, "cpu_level", lambda **_: level)
+    checksum_kernel.cache_clear()
+    if checksum_kernel() is None:
         pytest.skip("no C++ compiler")
-    return str(request.param)
+    yield name
+    checksum_kernel.cache_clear()
 
 
 def aligned(data: bytes) -> memoryview:

@@ -171,7 +171,8 @@ class StreamTransport:
         except Exception:  # the connections go on
             log.exception("a task of KV transfer failed")
 
-    def _serve(self, connection: PeerSocket, events: int) -> None:
+    def _serve(self, connection: PeerSocket, events: int, *, goes_on: bool = False) -> None:
+        """`goes_on`: the task that reads what the last turn has left. Before it, nothing is read."""
         if self._connections.get(connection.link) is not connection:
             return
         try:
@@ -179,10 +180,10 @@ class StreamTransport:
                 if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise OSError(error, f"cannot connect: {os.strerror(error)}")
                 connection.is_connecting = False
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and (goes_on or not connection.ready):
                 connection.read(self._dropped)
                 if connection.ready:  # after acknowledgements, and what other connections have
-                    self._submit(partial(self._serve, connection, selectors.EVENT_READ))
+                    self._submit(partial(self._serve, connection, selectors.EVENT_READ, goes_on=True))
             self._flush(connection)
         except (OSError, KVDataError) as error:
             self._lose(connection, str(error))
