@@ -238,6 +238,9 @@ class Engine:
     def tier_faults(self) -> Sequence[str]:
         return () if self.kv.tiers is None else self.kv.tiers.faults()
 
+    def wake(self) -> None:
+        """A step of this engine never waits for others."""
+
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
         expert_rows, speculation = getattr(self.backend, "expert_rows", dict), self.speculation

@@ -20,7 +20,7 @@ from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.recurrent.states import RecurrentRows, RecurrentSpan
-from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_seed
+from sagellm.engines.native.sampler import RowSampler, ScoredPrompt
 
 
 @dataclass(slots=True)
