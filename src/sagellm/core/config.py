@@ -13,43 +13,18 @@ goes into `SECRET_KEYS` (`config_layers.py`), an option of its own on the comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from sagellm.core.fleet_config import FleetConfig
 from sagellm.core.ports import SagePorts
+from sagellm.core.sections import Fraction, Positive, Seconds, Section, Word, key
 from sagellm.core.types import MAX_N
 
 ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 GPU_MEMORY_SHARE = 0.8
 CPU_MEMORY_SHARE = 0.25
-
-T = TypeVar("T")
-Word: TypeAlias = Annotated[str, Field(min_length=1)]
-Positive: TypeAlias = Annotated[int, Field(ge=1)]
-Fraction: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0)]
-Seconds: TypeAlias = Annotated[float, Field(gt=0.0, le=86400.0)]
-
-
-def key(default: T, meaning: str, **limits: Any) -> T:
-    """A key of a section. `limits` are those of pydantic's `Field`."""
-    field: T = Field(default=default, description=meaning, **limits)
-    return field
-
-
-class Section(BaseModel):
-    """A group of keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number and 1 for a boolean, which pydantic would accept."""
-        wants_bool = cls.model_fields[info.field_name or ""].annotation is bool
-        if isinstance(value, (int, float)) and isinstance(value, bool) != wants_bool:
-            raise ValueError("should be true or false" if wants_bool else "should not be true or false")
-        return value
 
 
 class ModelConfig(Section):
@@ -368,6 +343,7 @@ class Config(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     events: EventsConfig = Field(default_factory=EventsConfig)
+    fleet: FleetConfig = Field(default_factory=FleetConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     def flat(self) -> dict[str, Any]:
@@ -375,7 +351,9 @@ class Config(Section):
         return {f"{section}.{name}": value for section, keys in self for name, value in keys}
 
 
-SECRET_KEYS = frozenset({"kv.remote_url", "server.admin_key", "server.api_key", "server.client_keys"})
+SECRET_KEYS = frozenset(
+    {"fleet.shared_key", "kv.remote_url", "server.admin_key", "server.api_key", "server.client_keys"}
+)
 """Keys whose value is never shown."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

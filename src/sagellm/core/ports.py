@@ -12,4 +12,5 @@ class SagePorts(IntEnum):
     KV_EVENTS = 5557
     KV_EVENTS_REPLAY = 5558
     KV_TRANSFER = 5600
+    INSTANCE = 5700
     ROUTER = 8100

@@ -1,0 +1,147 @@
+"""The instances that a fleet section describes, each with a name and a configuration of its own.
+
+    fleet = resolved.config.fleet
+    for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
+        config = instance_config(resolved, instance.group)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config import SECRET_KEYS, Config
+from sagellm.core.config_layers import Layer, Resolved, flatten, resolve
+from sagellm.core.errors import ConfigError, nearest
+from sagellm.core.files import read_text
+from sagellm.core.fleet_config import MIN_KEY_CHARACTERS, FleetConfig, PlainServerConfig
+from sagellm.core.protocols.router import InstanceType
+
+INSTANCE_SECTIONS = frozenset({"model", "kv", "scheduler", "speculative", "engine", "parallel"})
+"""Sections that a group's settings may change; the others are the front's."""
+FLEET_WIDE = frozenset(
+    {
+        "engine.backend", "engine.seed", "kv.block_size", "model.chat_template", "model.dtype",
+        "model.max_model_len", "model.name", "model.quantization", "model.revision", "model.served_name",
+        "model.special_tokens_in_messages",
+    }
+)  # fmt: skip
+"""Keys in which instances may not differ: a request may go on at another instance with the same tokens, and
+the front counts blocks for all."""
+MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FleetInstance:
+    """One instance of a fleet file.
+
+    `name`: its group and number, as `decode-1`. `address`: of one that runs elsewhere. `server`: a plain
+    server. With neither, this host starts the instance.
+    """
+
+    name: str
+    group: str
+    type: InstanceType
+    address: str = ""
+    server: PlainServerConfig | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return not self.address and self.server is None
+
+
+def fleet_instances(fleet: FleetConfig) -> tuple[FleetInstance, ...]:
+    """Every instance at the start, by group in the file's order."""
+    found = []
+    for name, group in fleet.groups.items():
+        for number in range(group.num_instances):
+            address = group.addresses[number] if group.addresses else ""
+            server = group.servers[number] if group.servers else None
+            found.append(FleetInstance(instance_name(name, number), name, group.type, address, server))
+    return tuple(found)
+
+
+def instance_name(group: str, number: int) -> str:
+    """As Kubernetes names the hosts of a StatefulSet."""
+    return f"{group}-{number}"
+
+
+def group_of(name: str, fleet: FleetConfig) -> str:
+    """The group of an instance, also of one that autoscaling adds. Raises `ConfigError` for another name."""
+    group, _, number = name.rpartition("-")
+    if group not in fleet.groups or not (number.isascii() and number.isdigit()):
+        names = ", ".join(instance.name for instance in fleet_instances(fleet)[:20])
+        raise ConfigError(f"no instance {name!r}: the fleet has {names or 'none'}")
+    return group
+
+
+def instance_config(resolved: Resolved, group: str) -> Config:
+    """The configuration of a group's instances: that of the fleet, and over it the group's settings.
+
+    Its section `fleet` is empty, and it publishes no KV events unless the caller says where. Raises
+    `ConfigError` for settings that instances of a fleet cannot have.
+    """
+    settings = _settings(resolved.config.fleet, group)
+    values = {
+        key: value
+        for key, value in resolved.config.flat().items()
+        if key.partition(".")[0] not in ("fleet", "events") and (value or key not in SECRET_KEYS)
+    }
+    layers = [
+        Layer("the fleet's configuration", values, resolved.origins),
+        Layer(f"fleet.groups.{group}.settings", settings),
+    ]
+    return resolve(layers).config
+
+
+def check_groups(resolved: Resolved) -> None:
+    """Raises `ConfigError` if a group's settings cannot be used, before anything is started."""
+    for name in resolved.config.fleet.groups:
+        instance_config(resolved, name)
+
+
+def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:
+    if group not in fleet.groups:
+        raise ConfigError(f"no group {group!r}.{nearest(group, fleet.groups)}")
+    where = f"fleet.groups.{group}.settings"
+    settings = flatten(fleet.groups[group].settings, where)
+    for key in settings:
+        if key in SECRET_KEYS:
+            raise ConfigError(f"{key} in {where}: a secret is given once, for the whole fleet")
+        if key in FLEET_WIDE:
+            raise ConfigError(f"{key} in {where}: it is the same for all instances; set it for the whole fleet")
+        if key.partition(".")[0] not in INSTANCE_SECTIONS:
+            sections = ", ".join(sorted(INSTANCE_SECTIONS))
+            raise ConfigError(f"{key} in {where}: instances may differ in keys of {sections}")
+    return settings
+
+
+def counted_groups(counts: Mapping[str, int]) -> dict[str, Any]:
+    """The value of `fleet.groups` for instances by type, as `--prefill 1 --decode 2` counts them.
+
+    `counts`: by the value of an `InstanceType`; each is a group of that name without its ending.
+    """
+    names = {InstanceType.PREFILLING: "prefill", InstanceType.DECODING: "decode"}
+    groups = {}
+    for word, count in counts.items():
+        kind = InstanceType(word)
+        groups[names.get(kind, kind.value)] = {"type": kind.value, "count": count}
+    return groups
+
+
+def shared_key(fleet: FleetConfig) -> str | None:
+    """The key of front and instances; None: the front makes one. Raises `ConfigError` for its file."""
+    if fleet.shared_key_file is None:
+        return fleet.shared_key
+    try:
+        found = read_text(Path(fleet.shared_key_file), MAX_KEY_BYTES).strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"fleet.shared_key_file {fleet.shared_key_file} cannot be read: {error}") from None
+    if len(found) < MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"fleet.shared_key_file {fleet.shared_key_file} holds {len(found)} characters: at least "
+            f"{MIN_KEY_CHARACTERS}, as from openssl rand -hex 32"
+        )
+    return found
