@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -296,9 +296,6 @@ class Instances:
         self._bell = Doorbell()
         self._known: dict[str, RemoteInstance] = {}
 
-    def __iter__(self) -> Iterable[RemoteInstance]:  # type: ignore[override]
-        return iter(list(self._known.values()))
-
     def add(self, instance_id: str, endpoint: str) -> RemoteInstance:
         """Know one more. If it is known at another endpoint, that one is given up."""
         former = self._known.get(instance_id)
@@ -310,6 +307,9 @@ class Instances:
         )  # fmt: skip
         self._known[instance_id] = made
         return made
+
+    def endpoint_of(self, instance_id: str) -> str:
+        return self._known[instance_id].endpoint
 
     def remove(self, instance_id: str) -> None:
         self._known.pop(instance_id).close()

@@ -7,7 +7,8 @@ any. A step takes in what instances have said, places what waits, and returns ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import queue
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -61,8 +62,6 @@ ANSWER_S = 5.0
 
 class Clients(Protocol):
     """The instances of a fleet (`client.Instances`)."""
-
-    def __iter__(self) -> Iterable[EngineClient]: ...  # type: ignore[override]
 
     def wait(self, timeout_s: float) -> Sequence[EngineClient]: ...
 
@@ -137,12 +136,14 @@ class FleetEngine:
         self._answers: dict[tuple[str, int], Answer] = {}
         self._asked: set[tuple[str, int]] = set()
         self._stats_calls: dict[tuple[str, int], Member] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._next_tick_s = clock.now()
         self._next_stats_s = clock.now()
         self._num_steps = 0
         self._closed = False
         self._capability: CapabilityDescriptor | None = None
         self._max_model_len = 0
+        self.num_retries = 0
         self.placements: dict[str, int] = {}
         """How many requests each instance was given."""
 
@@ -179,6 +180,11 @@ class FleetEngine:
     def wake(self) -> None:
         self._clients.wake()
 
+    def call_soon(self, task: Callable[[], None]) -> None:
+        """Have the thread that steps call this before its next turn. For any thread."""
+        self._tasks.put(task)
+        self.wake()
+
     def has_work(self) -> bool:
         return bool(len(self.requests) or self._outputs) or self._clock.now() >= self._next_tick_s
 
@@ -209,6 +215,11 @@ class FleetEngine:
             known = ", ".join(sorted(self.members)) or "none"
             raise ConfigError(f"no instance is named {instance_id!r}: there are {known}")
         self.members[instance_id].draining = draining
+
+    def move_away(self, instance_id: str) -> None:
+        """Have what it computes go on elsewhere."""
+        for served in self.requests.on(instance_id):
+            self._retry(served, f"{instance_id} is drained")
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until every instance is connected and has reported. Raises `EngineFailedError` if one has not
@@ -245,6 +256,8 @@ class FleetEngine:
     # -- one turn
 
     def _turn(self, wait_s: float) -> None:
+        while not self._tasks.empty():
+            self._tasks.get()()
         for client in self._clients.wait(wait_s):
             member = self.members.get(client.instance_id)
             for event in client.poll():
@@ -358,6 +371,7 @@ class FleetEngine:
             self._fail(served, f"{reason}; it was the attempt number {served.attempt + 1}, and the last")
             return
         self._abort_attempt(served)
+        self.num_retries += 1
         self.requests.retry(served, self._clock.now(), reason)
 
     def _end(self, served: Served) -> None:
