@@ -126,8 +126,10 @@ class RemoteInstance:
         """When `tick` has something to do."""
         return self._retry_s if self._socket is None else self._pinged_s + PING_S
 
-    def submit(self, request: Request, hand_over: HandOver | None = None) -> None:
-        self._post(Submit(request, hand_over))
+    def submit(
+        self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
+    ) -> None:
+        self._post(Submit(request, hand_over, onward))
 
     def abort(self, request_id: str) -> None:
         self._post(Abort(request_id))

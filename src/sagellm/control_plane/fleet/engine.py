@@ -27,6 +27,7 @@ from sagellm.core.protocols.fleet import (
     HandOver,
     HandOverPart,
     HandOverReport,
+    HandOverState,
     InstanceEvent,
     InstanceFacts,
     KVChanges,
@@ -302,12 +303,14 @@ class FleetEngine:
         if served.first_token_s is None and output.new_token_ids:
             served.first_token_s = now_s
             self._router.observe(instance_id, {"ttft": now_s - served.queued_since_s})
-        self._outputs.append(output._replace(request_id=served.request_id))
-        if output.finish_reason is not None:
+        moves = output.finish_reason is FinishReason.MOVED
+        reason = None if moves else output.finish_reason
+        self._outputs.append(output._replace(request_id=served.request_id, finish_reason=reason))
+        if moves:
+            self._hand_over(served)
+        elif reason is not None:
             self._observe_end(instance_id, served, now_s)
             self.requests.end(served.request_id)
-        elif served.hands_over and output.new_token_ids:
-            self._hand_over(served)
 
     def _observe_end(self, instance_id: str, served: Served, now_s: float) -> None:
         seen = {"e2e": now_s - served.request.arrival_s}
@@ -319,14 +322,18 @@ class FleetEngine:
         """The prefill instance has drawn the first token; the decode instance goes on."""
         assert served.placement is not None
         prefill, decode = served.placement.prefill, served.placement.decode
-        served.hands_over = False
-        self._submit(served, decode, HandOverPart.DECODE, prefill)
+        self.members[decode].client.submit(served.current, self._part(HandOverPart.DECODE, prefill))
 
     def _on_report(self, member: Member, report: HandOverReport) -> None:
         member.last_report = report
         served = self.requests.of_attempt(report.request_id)
-        if served is not None and report.part is HandOverPart.PREFILL and report.is_last:
-            self.requests.leave_prefill(served)
+        if served is None or report.part is not HandOverPart.PREFILL or not report.is_last:
+            return
+        assert served.placement is not None
+        if report.state is HandOverState.FAILED:  # the other side need not wait for it
+            decode = self.members[served.placement.decode]
+            decode.client.call("fail", (served.attempt_id, 0, report.reason))
+        self.requests.leave_prefill(served)
 
     def _on_connected(self, member: Member, facts: InstanceFacts) -> None:
         member.facts, member.fault = facts, self._mismatch(facts)
@@ -432,20 +439,22 @@ class FleetEngine:
         if served.generated:  # the first token is drawn: there is nothing to hand over
             placement = replace(placement, prefill=placement.decode)
         self.requests.place(served, placement)
-        self.placements[placement.prefill] = self.placements.get(placement.prefill, 0) + 1
-        if served.hands_over:
-            self._submit(served, placement.prefill, HandOverPart.PREFILL, placement.decode)
-        else:
-            self._submit(served, placement.prefill)
+        first = self.members[placement.prefill].client
+        self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
+        onward = self._part(HandOverPart.PREFILL, placement.decode) if placement.is_separated else None
+        source = self.members.get(placement.fetch_from)
+        if source is None or not source.is_ready:
+            first.submit(served.current, onward)
+            return
+        request = served.request
+        asked = served.attempt_id, request.tokens, first.instance_id, request.namespace
+        source.client.call("send_prefix", asked)
+        first.submit(served.current, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
 
-    def _submit(
-        self, served: Served, instance_id: str, part: HandOverPart | None = None, peer: str = ""
-    ) -> None:
-        hand_over = None
-        if part is not None:
-            lease_s, on_failure = self.policy.hand_over_lease_s, self.policy.on_failure
-            hand_over = HandOver(part, peer, lease_s, on_failure)
-        self.members[instance_id].client.submit(served.current, hand_over)
+    def _part(self, part: HandOverPart, peer: str) -> HandOver:
+        fetches = part is HandOverPart.FETCH
+        on_failure = FailurePolicy.RECOMPUTE if fetches else self.policy.on_failure
+        return HandOver(part, peer, self.policy.hand_over_lease_s, on_failure)
 
     # -- questions
 

@@ -54,7 +54,7 @@ from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexClea
 from sagellm.core.protocols.engine import EngineCore, PinnedPrefix
 from sagellm.core.protocols.fleet import HandOver, HandOverPart, HandOverReport, InstanceFacts
 from sagellm.core.protocols.router import InstanceType
-from sagellm.core.types import Namespace, Request, RequestOutput, Tokens
+from sagellm.core.types import FinishReason, Namespace, Request, RequestOutput, Tokens
 
 log = logging.getLogger("sagellm.fleet")
 REPORT_S = 0.1
@@ -69,25 +69,39 @@ _LOOK_S = 0.001
 """While KV moves, it is looked at so often."""
 
 
+class Progress(Protocol):
+    """What `HandOverSide.poll` has found."""
+
+    @property
+    def outputs(self) -> Sequence[RequestOutput]: ...
+
+    @property
+    def reports(self) -> Sequence[HandOverReport]: ...
+
+
 class HandOverSide(Protocol):
     """An engine's part in hand-overs (`engines/hand_over.py`)."""
 
     def prefill(self, request: Request, hand_over: HandOver) -> None: ...
 
-    def expect(self, request: Request, hand_over: HandOver) -> None: ...
+    def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def send_prefix(
+        self, request_id: str, tokens: Tokens, peer: str, namespace: Namespace = ..., attempt: int = ...
+    ) -> None: ...
+
+    def fail(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
 
     def add_peer(self, metadata: bytes) -> None: ...
 
-    def lose_peer(self, peer: str) -> None: ...
+    def peer_lost(self, peer: str) -> None: ...
 
-    def send_prefix(self, request_id: str, tokens: Tokens, namespace: Namespace, target: str) -> int: ...
-
-    def poll(self) -> tuple[Sequence[RequestOutput], Sequence[HandOverReport]]: ...
+    def poll(self) -> Progress: ...
 
     @property
-    def is_idle(self) -> bool: ...
+    def has_work(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -169,13 +183,14 @@ class InstanceServer:
         for identity, data in self._received(self._wait_s()):
             self._take(identity, data)
         self._end_leases()
-        if self.engine.has_work():
-            self._send_outputs(self.engine.step())
+        outputs = self.engine.step() if self.engine.has_work() else ()
+        reports: Sequence[HandOverReport] = ()
         if self._hand_overs is not None:
-            outputs, reports = self._hand_overs.poll()
-            self._send_outputs(outputs)
-            self._send_reports(reports)
-        self._send_changes()
+            progress = self._hand_overs.poll()
+            outputs, reports = [*outputs, *progress.outputs], progress.reports
+        self._send_changes()  # first: who has the tokens may ask for the prefix
+        self._send_outputs(outputs)
+        self._send_reports(reports)
         self._send_load()
 
     def close(self) -> None:
@@ -201,7 +216,7 @@ class InstanceServer:
     def _wait_s(self) -> float:
         if self._stopping or self.engine.has_work():
             return 0.0
-        if self._hand_overs is not None and not self._hand_overs.is_idle:
+        if self._hand_overs is not None and self._hand_overs.has_work:
             return _LOOK_S
         idle_s = self.engine.idle_s()
         return REPORT_S if idle_s is None else min(idle_s, REPORT_S)
@@ -250,8 +265,8 @@ class InstanceServer:
 
     def _carry_out(self, session: _Session, message: FromFront) -> None:
         match message:
-            case Submit(request, hand_over):
-                self._submit(session, request, hand_over)
+            case Submit(request, hand_over, onward):
+                self._submit(session, request, hand_over, onward)
             case Abort(request_id):
                 self._abort(session, request_id)
             case Call():
@@ -261,11 +276,13 @@ class InstanceServer:
                     self._hand_overs.add_peer(facts.transfers)
             case LosePeer(instance_id):
                 if self._hand_overs is not None:
-                    self._hand_overs.lose_peer(instance_id)
+                    self._hand_overs.peer_lost(instance_id)
             case Hello() | AlivePing():
                 pass
 
-    def _submit(self, session: _Session, request: Request, hand_over: HandOver | None) -> None:
+    def _submit(
+        self, session: _Session, request: Request, hand_over: HandOver | None, onward: HandOver | None
+    ) -> None:
         request_id = request.request_id
         try:
             if request_id in self._owner:
@@ -277,7 +294,7 @@ class InstanceServer:
             elif hand_over.part is HandOverPart.PREFILL:
                 self._hand_overs.prefill(request, hand_over)
             else:
-                self._hand_overs.expect(request, hand_over)
+                self._hand_overs.expect(request, hand_over, onward)
         except SageError as error:
             self._post(session.identity, Refusal(request_id, wire_error(error)))
             return
@@ -289,9 +306,8 @@ class InstanceServer:
         if self._owner.get(request_id) is not session:
             return
         self._forget(request_id)
-        if self._hand_overs is not None:
-            self._hand_overs.abort(request_id)
-        self.engine.abort(request_id)
+        abort = self.engine.abort if self._hand_overs is None else self._hand_overs.abort
+        abort(request_id)
 
     def _forget(self, request_id: str) -> None:
         session = self._owner.pop(request_id, None)
@@ -326,8 +342,8 @@ class InstanceServer:
                 self.kind = given[0]
                 self._reported = (-1.0, None)
                 return None
-            case "send_prefix" if self._hand_overs is not None:
-                return self._hand_overs.send_prefix(*given)
+            case "send_prefix" | "fail" if self._hand_overs is not None:
+                return getattr(self._hand_overs, name)(*given)
         if name not in self._actions:
             raise RequestError(f"{self.instance_id} cannot do {name!r}")
         return self._actions[name](*given)
@@ -342,7 +358,7 @@ class InstanceServer:
                 continue
             by_session.setdefault(session.identity, []).append(Output(*output))
             self._load.leave(output.request_id)
-            if output.finish_reason is not None:
+            if output.finish_reason not in (None, FinishReason.MOVED):  # its KV still goes to another
                 self._forget(output.request_id)
         for identity, own in by_session.items():
             self._post(identity, Outputs(tuple(own)))

@@ -56,8 +56,11 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Submit(_Message, frozen=True):
+    """`onward`: where the request goes after its prefill, if `hand_over` fetches a prefix for that."""
+
     request: Request
     hand_over: HandOver | None = None
+    onward: HandOver | None = None
 
 
 class Abort(_Message, frozen=True):
@@ -193,7 +196,8 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "set_policy": (tuple[str, dict[str, Any]], None),
     "set_strategy": (tuple[str, dict[str, dict[str, Any]]], None),
     "set_kind": (tuple[InstanceType], None),
-    "send_prefix": (tuple[str, Tokens, Namespace, str], int),
+    "send_prefix": (tuple[str, Tokens, str, Namespace], None),
+    "fail": (tuple[str, int, str], None),
 }
 """What an instance can be asked: the types of the arguments and of the result."""
 

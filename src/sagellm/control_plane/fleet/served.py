@@ -26,15 +26,13 @@ _MARK = "~"
 class Served:
     """One request of a client. `generated`: what has been handed out of its answer.
 
-    `prefill` and `decode`: the instances of its attempt, empty while it waits for a placement. `hands_over`:
-    the prefill instance draws the first token, and the decode instance goes on.
+    `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
     """
 
     request: Request
     attempt: int = 0
     generated: list[int] = field(default_factory=list)
     placement: Placement | None = None
-    hands_over: bool = False
     num_retries: int = 0
     queued_since_s: float = 0.0
     first_token_s: float | None = None
@@ -111,7 +109,6 @@ class ServedRequests:
         """The attempt begins."""
         del self.queue[served.request_id]
         served.placement = placement
-        served.hands_over = placement.is_separated
         self._by_attempt[served.attempt_id] = served
         for instance_id in served.instances:
             self._by_instance.setdefault(instance_id, {})[served.request_id] = served
@@ -147,7 +144,7 @@ class ServedRequests:
         self._by_attempt.pop(served.attempt_id, None)
         for instance_id in served.instances:
             self._by_instance.get(instance_id, {}).pop(served.request_id, None)
-        served.placement, served.hands_over = None, False
+        served.placement = None
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless each request waits or has one attempt, on the instances it names."""

@@ -143,8 +143,13 @@ class EngineClient(Protocol):
     def facts(self) -> InstanceFacts | None:
         """None while it is not connected."""
 
-    def submit(self, request: Request, hand_over: HandOver | None = None) -> None:
-        """Start a request. Does nothing while not connected: a `Lost` has said so."""
+    def submit(
+        self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
+    ) -> None:
+        """Start a request. Does nothing while not connected: a `Lost` has said so.
+
+        `onward`: where it goes after its prefill, if `hand_over` fetches a prefix for that.
+        """
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is. It may have ended, or never have been there."""

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.control_plane.fleet.client import Instances
@@ -21,8 +22,8 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
 from sagellm.engines.build import located
 from sagellm.engines.llm import LLM
-from sagellm.engines.native import DEMO_NAME
-from sagellm.engines.native.from_config import read_tokenizer
+from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
+from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
 from sagellm.serving.server import serve
 
@@ -54,7 +55,9 @@ class SupervisorLink:
 def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     """The entry of a child process. `options`: `config`, `key`, `listener` and `commands` (file numbers),
     and `instances`: endpoint by name. Ends with the inbox, or after the message "stop"."""
-    config = located(Config.model_validate(options["config"]))
+    config = Config.model_validate(options["config"])
+    if config.model.name is not None and not Path(config.model.name).is_dir():
+        config = located(config)  # a name of the hub; torch is imported for it
     fleet = config.fleet
     clock = MonotonicClock()
     instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s)
@@ -73,7 +76,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     apply = partial(_apply, engine, instances)
     apply(options["instances"])
     listener = socket.socket(fileno=options["listener"])
-    tokenizer = read_tokenizer(config)
+    tokenizer = tokenizer_of(config, Path(config.model.name or DEMO_MODEL))
     threading.Thread(target=_listen, args=(inbox, engine, apply), name="lifeline", daemon=True).start()
     engine.wait_until_ready(fleet.start_timeout_s)
     llm = LLM(
