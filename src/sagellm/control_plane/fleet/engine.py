@@ -322,18 +322,17 @@ class FleetEngine:
         """The prefill instance has drawn the first token; the decode instance goes on."""
         assert served.placement is not None
         prefill, decode = served.placement.prefill, served.placement.decode
+        self.requests.leave_prefill(served)
         self.members[decode].client.submit(served.current, self._part(HandOverPart.DECODE, prefill))
 
     def _on_report(self, member: Member, report: HandOverReport) -> None:
+        """Where the prefill instance cannot send, the other one need not wait for it."""
         member.last_report = report
         served = self.requests.of_attempt(report.request_id)
-        if served is None or report.part is not HandOverPart.PREFILL or not report.is_last:
-            return
-        assert served.placement is not None
-        if report.state is HandOverState.FAILED:  # the other side need not wait for it
+        has_failed = report.part is HandOverPart.PREFILL and report.state is HandOverState.FAILED
+        if served is not None and served.placement is not None and has_failed:
             decode = self.members[served.placement.decode]
             decode.client.call("fail", (served.attempt_id, 0, report.reason))
-        self.requests.leave_prefill(served)
 
     def _on_connected(self, member: Member, facts: InstanceFacts) -> None:
         member.facts, member.fault = facts, self._mismatch(facts)

@@ -114,7 +114,7 @@ class ServedRequests:
             self._by_instance.setdefault(instance_id, {})[served.request_id] = served
 
     def leave_prefill(self, served: Served) -> None:
-        """The prefill instance has done its part: its loss does not concern the attempt any more."""
+        """The prefill instance has drawn its token: if it is lost, the attempt goes on."""
         placement = served.placement
         if placement is not None and placement.is_separated:
             del self._by_instance[placement.prefill][served.request_id]
