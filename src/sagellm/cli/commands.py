@@ -15,6 +15,7 @@ from sagellm.cli import (
     config,
     doctor,
     explain,
+    fleet,
     models,
     overlap,
     replay,
@@ -51,6 +52,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(vllm.app, name="vllm")
 
 

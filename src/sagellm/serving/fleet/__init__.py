@@ -1,0 +1,1 @@
+"""The processes of a fleet on one host: a supervisor, a front, instances."""
