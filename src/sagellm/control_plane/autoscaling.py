@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from sagellm.control_plane.instance_types import may_leave
+from sagellm.control_plane.instance_types import may_leave, serves_answers
 from sagellm.core.clock import Clock
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 
@@ -65,12 +65,14 @@ class ScalingGroup:
 @dataclass(frozen=True, slots=True)
 class GroupReport:
     """A group now: the load reports of its instances, those that start, those that drain, and which share
-    of its recent requests met their SLO (None: none had one)."""
+    of its recent requests met their SLO (None: none had one). `tokens_per_s`: prompts and answers of the
+    requests that arrive for it; the demand, whatever the load does with it."""
 
     instances: Sequence[ExecutionInstance]
     num_starting: int = 0
     draining: Collection[str] = ()
     attainment: float | None = None
+    tokens_per_s: float = 0.0
 
 
 class ScalingAction(Enum):
@@ -96,11 +98,20 @@ class ScalingDecision:
 
 @dataclass(slots=True)
 class _History:
-    """Since when a group has been too small, and too large; when it was changed."""
+    """Since when a group has been too small, and too large; when it was changed.
+
+    `too_small`: by size, the least demand for which it was. Load does not tell demand: a queue that is gone
+    after a group has grown would come back if it shrank again.
+    """
 
     short_since_s: float | None = None
     spare_since_s: float | None = None
     changed_s: float = -math.inf
+    too_small: dict[int, float] = field(default_factory=dict)
+
+    def fits(self, size: int, demand: float) -> bool:
+        """Whether so many instances have not been too few for as much, or nearly."""
+        return all(demand < known for other, known in self.too_small.items() if other >= size)
 
 
 class Autoscaler:
@@ -120,7 +131,8 @@ class Autoscaler:
         for name, group in self._groups.items():
             decision = self._decide(group, reports.get(name, GroupReport(())), everywhere)
             if decision.action is not ScalingAction.KEEP and not dry_run:
-                self._history[name] = _History(changed_s=self._clock.now())
+                self._changed(name, decision, reports.get(name, GroupReport(())))
+            everywhere = [each for each in everywhere if each.instance_id != decision.instance_id]
             found.append(decision)
         return found
 
@@ -140,6 +152,7 @@ class Autoscaler:
             wanted = max(wanted, size + 1)
             why = f"{report.attainment:.0%} of requests meet their SLO, {why}"
         is_spare = not misses and load <= options.down_margin * (size - 1)
+        is_spare = is_spare and history.fits(size - 1, report.tokens_per_s / options.down_margin)
         history.short_since_s = _since(history.short_since_s, now_s, holds=wanted > size)
         history.spare_since_s = _since(history.spare_since_s, now_s, holds=is_spare)
         shown = f"load {load:.2f} of {size} instances ({why})"
@@ -148,6 +161,14 @@ class Autoscaler:
         if is_spare:
             return self._shrink(group, size, serving, everywhere, shown)
         return ScalingDecision(group.name, ScalingAction.KEEP, shown)
+
+    def _changed(self, name: str, decision: ScalingDecision, report: GroupReport) -> None:
+        history = self._history[name]
+        if decision.action is ScalingAction.ADD and report.tokens_per_s > 0:
+            size = len(_serving(report)) + report.num_starting
+            known = history.too_small.get(size, math.inf)
+            history.too_small[size] = min(known, report.tokens_per_s)
+        self._history[name] = _History(changed_s=self._clock.now(), too_small=history.too_small)
 
     def _grow(self, group: ScalingGroup, size: int, wanted: int, shown: str) -> ScalingDecision:
         history, options = self._history[group.name], self.options
@@ -194,10 +215,13 @@ class Autoscaler:
         queue = sum(each.num_queued_tokens * each.prefill_token_s for each in instances) / options.queue_s
         rows = sum(_rows(each) for each in instances) / options.rows
         memory = sum(each.kv_cache_usage for each in instances) / options.kv_cache_usage
-        prefill = {"utilization": busy, "queued prompts": queue}
-        decode = {"batch rows": rows, "KV": memory}
-        by_type = {InstanceType.PREFILLING: prefill, InstanceType.DECODING: decode}
-        figures = by_type.get(kind, prefill | decode)
+        prompts = {"queued prompts": queue}
+        answers = {"batch rows": rows, "KV": memory}
+        # a step that decodes one row counts as busy, so utilization says something of prefill alone
+        if not serves_answers(kind):
+            figures = {"utilization": busy, **prompts}
+        else:
+            figures = answers if kind is InstanceType.DECODING else prompts | answers
         name = max(figures, key=lambda each: figures[each])
         return figures[name], name
 

@@ -53,6 +53,11 @@ def services_of(kinds: Collection[InstanceType]) -> frozenset[Service]:
     return frozenset().union(*found)
 
 
+def serves_answers(kind: InstanceType) -> bool:
+    """Whether its main work includes to decode."""
+    return bool(SERVES[kind] & {Service.GENERATE, Service.DECODE})
+
+
 def may_leave(instances: Sequence[ExecutionInstance], instance_id: str) -> bool:
     """Whether the others still serve whole requests and embeddings, if the fleet serves them now.
 

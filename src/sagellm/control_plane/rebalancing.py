@@ -84,7 +84,7 @@ def replications(
                     f"the copy takes {copy_s:.2g} s"
                 )
                 found.append(Replication(prefix.key, source.instance_id, target.instance_id, gain, reason))
-    found.sort(key=lambda each: (-each.gain, each.key, each.target))
+    found.sort(key=lambda each: (-each.gain, each.key))  # of equal gains the coldest target is first
     return _one_each(found)[: options.max_copies]
 
 

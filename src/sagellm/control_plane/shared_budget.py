@@ -1,15 +1,13 @@
 """`SharedBudget`: how generation and embedding share the steps and the memory of one instance.
 
-An embedding is computed like a prompt, and its KV is free when it is done. So both want the same two things:
-tokens of a step, and blocks. Each has a goal for how long a request waits; the one that is nearer to its goal
-gets more.
+A text to embed is computed like a prompt, and its KV is free when that is done. So both want the same two
+things: tokens of a step, and blocks. Each has a goal for how long a request waits. Tokens are divided by how
+near the oldest waiting request of each is to its goal; blocks go to the oldest request first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from sagellm.core.errors import BookkeepingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +19,11 @@ class ServiceDemand:
 
 
 class SharedBudget:
-    """The share of embedding in an instance of type LLM_EMBEDDING. It moves with demand.
+    """What generation and embedding may use of an instance of type LLM_EMBEDDING.
 
     `max_batched_tokens`: of a step. `goals_s`: (generation, embedding) until the first token, and until the
-    embedding. `floor`: the least share of either while it has work. `rate`: how far the share moves towards
-    its aim in one step. `static`: a share that does not move, for comparison; it is not lent.
+    embedding. `share` of embedding: between `floor` and 1 - `floor`; it goes a part `rate` of the way to its
+    aim in a step. `static`: a share of steps and blocks that neither moves nor is lent, for comparison.
     """
 
     def __init__(
@@ -39,52 +37,45 @@ class SharedBudget:
         static: float | None = None,
     ) -> None:
         if not (0 < floor <= 0.5 and 0 < rate <= 1 and min(goals_s) > 0):
-            raise ValueError("floor lies between 0 and 0.5, rate between 0 and 1, goals are positive")
+            raise ValueError("floor lies between 0 and 0.5, rate between 0 and 1, and goals are positive")
+        if static is not None and not 0 < static < 1:
+            raise ValueError(f"a static share lies between 0 and 1, not {static}")
         self.max_batched_tokens, self.num_blocks = max_batched_tokens, num_blocks
         self._goals_s, self._floor, self._rate, self._static = goals_s, floor, rate, static
         self.share = 0.5 if static is None else static
+        self._credit = 0.0
+        """Tokens of its share that embedding has not had: shares of small steps are less than a token."""
 
     def divide(self, num_decodes: int, prompts: ServiceDemand, texts: ServiceDemand) -> tuple[int, int]:
         """Tokens of prompts and of texts in the next step.
 
-        Rows that decode come first, one token each. Of the rest, embedding may have its share; what one side
-        does not use the other gets.
+        Rows that decode come first, with a token each. Of the rest embedding has its share, and each side
+        gets what the other does not use.
         """
         room = max(0, self.max_batched_tokens - num_decodes)
+        if self._static is None and prompts.num_tokens and texts.num_tokens:
+            self._move(prompts, texts)
         if self._static is not None:
-            text = min(texts.num_tokens, int(room * self._static))
-            return min(prompts.num_tokens, room - int(room * self._static)), text
-        self._move(prompts, texts)
-        text = min(texts.num_tokens, round(room * self.share))
+            own = min(room, max(1, int(room * self.share)))
+            return min(prompts.num_tokens, room - own), min(texts.num_tokens, own)
+        self._credit = min(self._credit + room * self.share, room) if texts.num_tokens else 0.0
+        text = min(texts.num_tokens, int(self._credit))
         prompt = min(prompts.num_tokens, room - text)
+        self._credit -= text
         return prompt, min(texts.num_tokens, room - prompt)
 
-    def text_blocks(self, num_generation: int) -> int:
-        """Blocks that texts may hold, while generation holds `num_generation`: their share, or all that is
-        free beyond what generation is sure of."""
-        self._check_blocks(num_generation)
-        if self._static is not None:
-            return int(self.num_blocks * self._static)
-        free = self.num_blocks - num_generation
-        return min(free, max(int(self.num_blocks * self.share), free - int(self.num_blocks * self._floor)))
+    def free_blocks(self, held: int, held_by_other: int, older_need: int, *, is_text: bool) -> int:
+        """Blocks that the next text (or prompt) may have.
 
-    def generation_blocks(self, num_texts: int) -> int:
-        """Blocks that generation may hold, while texts hold `num_texts`. Texts keep the least share free."""
-        self._check_blocks(num_texts)
+        `held`: by its own service. `older_need`: what a request of the other service waits for that came
+        before it; 0: none. Those stay free, so that large requests get their turn.
+        """
         if self._static is not None:
-            return self.num_blocks - int(self.num_blocks * self._static)
-        return self.num_blocks - max(num_texts, int(self.num_blocks * self._floor))
+            own = int(self.num_blocks * self.share)
+            return (own if is_text else self.num_blocks - own) - held
+        return self.num_blocks - held - held_by_other - older_need
 
     def _move(self, prompts: ServiceDemand, texts: ServiceDemand) -> None:
-        if not prompts.num_tokens or not texts.num_tokens:
-            return  # the other side gets all that is left
-        urgency = [
-            demand.oldest_s / goal_s for demand, goal_s in zip((prompts, texts), self._goals_s, strict=True)
-        ]
-        aim = urgency[1] / sum(urgency) if sum(urgency) else 0.5
-        aim = min(1 - self._floor, max(self._floor, aim))
-        self.share += self._rate * (aim - self.share)
-
-    def _check_blocks(self, num_blocks: int) -> None:
-        if not 0 <= num_blocks <= self.num_blocks:
-            raise BookkeepingError(f"{num_blocks} blocks are held of {self.num_blocks}")
+        prompt, text = prompts.oldest_s / self._goals_s[0], texts.oldest_s / self._goals_s[1]
+        aim = text / (prompt + text) if prompt + text else 0.5
+        self.share += self._rate * (min(1 - self._floor, max(self._floor, aim)) - self.share)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.control_plane.instance_types import serves_answers
 from sagellm.core.protocols.chip_pool import ChipCapability
 from sagellm.core.protocols.router import InstanceType
 from sagellm.core.protocols.topology import DeviceKind
 
-NO_DECODE = (InstanceType.PREFILLING, InstanceType.EMBEDDING)
 CHUNK_TOKENS = 2048
 """Prompt tokens for which a step reads the weights once."""
 
@@ -82,7 +82,7 @@ class InstanceNeeds:
         part = share * max(1, self.num_chips)
         flops, bytes_per_s = chip.flops * part, chip.bandwidth_bytes_per_s * part
         prefill_s, decode_s = self.work.prefill_s(flops, bytes_per_s), self.work.decode_s(flops, bytes_per_s)
-        if self.type in NO_DECODE:
+        if not serves_answers(self.type):
             return prefill_s
         return decode_s if self.type is InstanceType.DECODING else prefill_s + decode_s
 
