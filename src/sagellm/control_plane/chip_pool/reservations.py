@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.errors import BookkeepingError
@@ -48,6 +48,9 @@ class Reservations:
     ) -> None:
         self._chips, self._cores = chips, cores
         self._leases: dict[str, ChipLease] = {}
+        self._on_chip: dict[str, dict[str, ChipLease]] = {name: {} for name in chips}
+        self._on_core: Counter[Core] = Counter()
+        self._own_cores: set[Core] = set()
         for lease in leases:
             self.add(lease)
 
@@ -57,78 +60,71 @@ class Reservations:
         return dict(self._leases)
 
     def copy(self) -> Reservations:
-        made = Reservations(self._chips, self._cores)
-        made._leases = dict(self._leases)
-        return made
+        return Reservations(self._chips, self._cores, self._leases.values())
 
     def add(self, lease: ChipLease) -> None:
         """Raises `BookkeepingError` for a lease that overlaps another, and nothing has changed."""
         if lease.owner in self._leases:
             raise BookkeepingError(f"{lease.owner} has a lease: release it first")
+        for name in lease.chips:
+            self._check_chip(lease, name)
+        for core in lease.cores:
+            if core not in self._cores:
+                raise BookkeepingError(f"{lease.owner} holds core {core}, which is not in the pool")
+            if core in self._own_cores or (lease.has_own_cores and self._on_core[core]):
+                raise BookkeepingError(f"{lease.owner} holds core {core}, which another has")
         self._leases[lease.owner] = lease
-        try:
-            self.check()
-        except BookkeepingError:
-            del self._leases[lease.owner]
-            raise
+        for name in lease.chips:
+            self._on_chip[name][lease.owner] = lease
+        self._on_core.update(lease.cores)
+        self._own_cores |= lease.cores if lease.has_own_cores else set()
+
+    def _check_chip(self, lease: ChipLease, name: str) -> None:
+        if name not in self._chips:
+            raise BookkeepingError(f"{lease.owner} holds {name}, which is not in the pool")
+        if lease.memory_bytes > self.bytes_left(name):
+            raise BookkeepingError(f"{lease.owner}: {name} has {self.bytes_left(name)} bytes left")
+        others = self._on_chip[name].values()
+        if not self._chips[name].is_cpu and others and (lease.is_exclusive or any(o.is_exclusive for o in others)):
+            raise BookkeepingError(f"{lease.owner} holds {name}, which {', '.join(o.owner for o in others)} has")
 
     def remove(self, owner: str) -> bool:
-        return self._leases.pop(owner, None) is not None
+        lease = self._leases.pop(owner, None)
+        if lease is None:
+            return False
+        for name in lease.chips:
+            del self._on_chip[name][owner]
+        self._on_core -= Counter(lease.cores)
+        self._own_cores -= lease.cores if lease.has_own_cores else set()
+        return True
 
-    def holders(self, chip: str) -> list[ChipLease]:
-        return [lease for lease in self._leases.values() if chip in lease.chips]
+    def holders(self, chip: str) -> Collection[ChipLease]:
+        return self._on_chip[chip].values()
 
     def free_chips(self) -> list[ChipCapability]:
         """Accelerators that no instance is on."""
-        held = {name for lease in self._leases.values() for name in lease.chips}
-        return [chip for name, chip in self._chips.items() if not chip.is_cpu and name not in held]
+        return [chip for name, chip in self._chips.items() if not chip.is_cpu and not self._on_chip[name]]
 
     def bytes_left(self, chip: str) -> int:
         return self._chips[chip].memory_bytes - sum(lease.memory_bytes for lease in self.holders(chip))
 
     def free_cores(self, node: str | None = None) -> list[Core]:
         """Cores that no instance runs on, of one node or of all, in order."""
-        return self._cores_but({core for lease in self._leases.values() for core in lease.cores}, node)
+        return [c for c, home in self._cores.items() if not self._on_core[c] and node in (None, home)]
 
     def common_cores(self, node: str | None = None) -> list[Core]:
         """Cores that no instance has for itself: free ones, and those that several share."""
-        own = {core for lease in self._leases.values() if lease.has_own_cores for core in lease.cores}
-        return self._cores_but(own, node)
-
-    def _cores_but(self, taken: set[Core], node: str | None) -> list[Core]:
-        return [
-            core for core, home in self._cores.items() if core not in taken and node in (None, home)
-        ]
+        return [c for c, home in self._cores.items() if c not in self._own_cores and node in (None, home)]
 
     def check(self) -> None:
-        """No exclusive chip and no own core has two holders; memory covers all leases. Linear in them."""
-        on_chip: Counter[str] = Counter()
-        exclusive: set[str] = set()
-        used: Counter[str] = Counter()
-        on_core: Counter[Core] = Counter()
-        own: set[Core] = set()
-        for lease in self._leases.values():
-            unknown = [name for name in lease.chips if name not in self._chips]
-            if unknown or not lease.cores <= self._cores.keys():
-                raise BookkeepingError(f"{lease.owner} holds what is not in the pool: {unknown or 'cores'}")
-            for name in lease.chips:
-                used[name] += lease.memory_bytes
-                if not self._chips[name].is_cpu:
-                    on_chip[name] += 1
-                    exclusive |= {name} if lease.is_exclusive else set()
-            on_core.update(lease.cores)
-            own |= lease.cores if lease.has_own_cores else set()
-        _none_twice(exclusive, on_chip, "chip")
-        _none_twice(own, on_core, "core")
-        for name, size in used.items():
-            if size > self._chips[name].memory_bytes:
-                raise BookkeepingError(f"{name}: {size} bytes are reserved of {self._chips[name].memory_bytes}")
+        """No exclusive chip and no own core has two holders, and memory covers all leases.
 
-
-def _none_twice(names: Iterable[object], count: Mapping[object, int], what: str) -> None:
-    twice = [name for name in names if count[name] > 1]
-    if twice:
-        raise BookkeepingError(f"{what} {twice[0]} has one owner and {count[twice[0]] - 1} more")
+        Counts all of it anew from the leases. Raises `BookkeepingError`.
+        """
+        anew = Reservations(self._chips, self._cores, self._leases.values())
+        books = (self._on_chip, +self._on_core, self._own_cores)
+        if books != (anew._on_chip, +anew._on_core, anew._own_cores):
+            raise BookkeepingError("what is held is not the sum of the leases")
 
 
 def cores_by_node(cores: Sequence[Core], cpus_of: Mapping[str, set[int]]) -> dict[Core, str]:
