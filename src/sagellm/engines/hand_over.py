@@ -193,6 +193,10 @@ class HandOvers:
             self._settle(awaited, has_come=False, reason=reason)
         self._send_moved()
 
+    def add_peer(self, metadata: bytes) -> None:
+        """Know where another instance takes KV; raises as `KVTransferChannel.add_peer`."""
+        self.transfers.channel.add_peer(metadata)
+
     def peer_lost(self, peer: str) -> None:
         """All transfers from and to this instance fail. Requests that wait for them do as their policies say.
 
