@@ -108,6 +108,7 @@ class Scene:
         server = self.servers.pop(name)
         server._socket.close(linger=0)
         server._context.term()
+        server._bell.close()
 
     def engine(self, name: str) -> Engine:
         engine = self.servers[name].engine
@@ -116,6 +117,7 @@ class Scene:
 
     def turn(self) -> None:
         for server in self.servers.values():
+            server.wake()
             server.turn()
             server.check()
             check_books(self.engine(server.instance_id))
@@ -127,12 +129,11 @@ class Scene:
                 self.ended[output.request_id] = output
         self.front.check()
 
-    def until(self, is_so: Callable[[], bool], turns: int = 2000) -> None:
-        for _ in range(turns):
-            if is_so():
-                return
+    def until(self, is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+        until_s = self.clock.now() + within_s
+        while not is_so():
+            assert self.clock.now() < until_s, f"not so within {within_s} s"
             self.turn()
-        raise AssertionError(f"{turns} turns were not enough")
 
     def finish(self) -> None:
         self.until(lambda: not len(self.front.requests))
