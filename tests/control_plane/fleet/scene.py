@@ -9,19 +9,18 @@ from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus
-from sagellm.core.protocols.fleet import KVChanges
 from sagellm.core.protocols.router import (
-    NOT_CACHED,
     CachedPrefix,
     ExecutionInstance,
     InstanceType,
     Placement,
     RequestMetadata,
 )
-from sagellm.core.types import CapabilityDescriptor, FinishReason, Namespace, Request, RequestOutput, Tokens
+from sagellm.core.types import CapabilityDescriptor, FinishReason, Request, RequestOutput
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 from sagellm.engines.validation import check_request
@@ -32,6 +31,8 @@ KEY = FleetKey("a key of sixteen or more")
 
 class InTurn:
     """A router that takes the instances in turn, and counts what it is told."""
+
+    reads_cache = True
 
     def __init__(self) -> None:
         self.turn = 0
@@ -53,23 +54,6 @@ class InTurn:
     def observe(self, instance_id: str, latencies_s: object) -> None: ...
 
 
-class NothingKnown:
-    """Knows no cached prefix."""
-
-    def __init__(self) -> None:
-        self.changes: list[tuple[str, KVChanges]] = []
-
-    def apply(self, instance_id: str, changes: KVChanges) -> None:
-        self.changes.append((instance_id, changes))
-
-    def forget(self, instance_id: str) -> None: ...
-
-    def lookup(
-        self, tokens: Tokens, namespace: Namespace, instances: Sequence[str]
-    ) -> Sequence[CachedPrefix]:
-        return [NOT_CACHED] * len(instances)
-
-
 class Scene:
     """`num` instances and a front. Nothing moves but in `turn`."""
 
@@ -79,7 +63,7 @@ class Scene:
         self.servers: dict[str, InstanceServer] = {}
         self.instances = Instances(KEY, self.clock, lease_s=lease_s)
         self.router = InTurn()
-        self.prefixes = NothingKnown()
+        self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
             self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=policy
         )
