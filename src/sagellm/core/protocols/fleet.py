@@ -85,6 +85,7 @@ class HandOverReport:
     num_layers: int = 0
     num_tokens: int = 0
     reason: str = ""
+    attempt: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -185,4 +186,3 @@ class EngineClient(Protocol):
         """What has happened since the last call, in order."""
 
     def close(self) -> None: ...
-    attempt: int = 0
