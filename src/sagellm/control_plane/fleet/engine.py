@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
+from sagellm.control_plane.admission import AdmissionController, Delay, Reject
 from sagellm.control_plane.fleet.served import Served, ServedRequests
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
+from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
-from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError, RequestError, SageError
+from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, EngineFailedError, RequestError, SageError
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
 from sagellm.core.protocols.eviction import EvictionPolicy
@@ -41,6 +43,7 @@ from sagellm.core.protocols.router import (
     CachedPrefix,
     ExecutionInstance,
     Placement,
+    RequestMetadata,
     Router,
 )
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -59,6 +62,8 @@ TICK_S = 0.1
 """A step waits at most so long."""
 STATS_S = 1.0
 """Each instance is asked for its statistics so often."""
+MAX_WAITING = 1 << 20
+"""The admission bounds what is taken; requests of lost instances always find a place."""
 ANSWER_S = 5.0
 """A call of an instance waits so long: its step may take long."""
 
@@ -103,6 +108,13 @@ class Member:
         return self.facts is not None and not self.fault
 
 
+def overloaded(message: str) -> RequestError:
+    """As HTTP has it: 429."""
+    error = RequestError(message, code="rate_limit_exceeded")
+    error.status = 429
+    return error
+
+
 class FleetEngine:
     """Implements `EngineCore` over instances.
 
@@ -119,12 +131,16 @@ class FleetEngine:
         check: Callable[[Request, CapabilityDescriptor, int], None],
         *,
         clock: Clock,
+        admission: AdmissionController | None = None,
         policy: FleetPolicy = FleetPolicy(),
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
     ) -> None:
         self._clients, self._router, self._prefixes = clients, router, prefixes
         self._check, self._clock, self.policy = check, clock, policy
         self._namespace_of = namespace_of
+        self._admission = admission or AdmissionController(clock=clock)
+        self.prefill_queue = PhaseQueue(Phase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
+        self.decode_queue = PhaseQueue(Phase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
         self._outputs: list[RequestOutput] = []
@@ -155,7 +171,12 @@ class FleetEngine:
         if request.params.seed is None and not request.params.greedy:  # each attempt has another id
             seed = request_seed(self.policy.seed, request.request_id)
             request = replace(request, params=replace(request.params, seed=seed))
-        self.requests.add(Served(request, queued_since_s=self._clock.now()))
+        served = Served(request, queued_since_s=self._clock.now())
+        if len(self.prefill_queue) >= self._admission.max_waiting:
+            waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
+            raise overloaded(waiting)
+        self.requests.add(served)
+        self._wait(served)
         self._place_waiting()
 
     def abort(self, request_id: str) -> bool:
@@ -265,7 +286,7 @@ class FleetEngine:
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + STATS_S
             self._ask_for_stats()
-        if self.requests.queue:
+        if self.requests.waiting:
             self._place_waiting()
 
     def _take(self, member: Member, instance_id: str, event: InstanceEvent) -> None:
@@ -313,7 +334,9 @@ class FleetEngine:
         served.generated += output.new_token_ids
         if served.first_token_s is None and output.new_token_ids:
             served.first_token_s = now_s
-            self._router.observe(instance_id, {"ttft": now_s - served.queued_since_s})
+            ttft_s = now_s - served.request.arrival_s
+            self._router.observe(instance_id, {"ttft": ttft_s})
+            self._admission.strategy.observe(ttft_s, served.request.slo.ttft_s)
         moves = output.finish_reason is FinishReason.MOVED
         reason = None if moves else output.finish_reason
         self._outputs.append(output._replace(request_id=served.request_id, finish_reason=reason))
@@ -321,7 +344,7 @@ class FleetEngine:
             self._hand_over(served)
         elif reason is not None:
             self._observe_end(instance_id, served, now_s)
-            self.requests.end(served.request_id)
+            self._forget_request(served)
 
     def _observe_end(self, instance_id: str, served: Served, now_s: float) -> None:
         seen = {"e2e": now_s - served.request.arrival_s}
@@ -391,11 +414,19 @@ class FleetEngine:
             return
         self._abort_attempt(served)
         self.num_retries += 1
+        self._admission.finished(served.request_id)
         self.requests.retry(served, self._clock.now(), reason)
+        self._wait(served)
 
     def _end(self, served: Served) -> None:
         self._abort_attempt(served)
+        self._forget_request(served)
+
+    def _forget_request(self, served: Served) -> None:
         self.requests.end(served.request_id)
+        self._admission.finished(served.request_id)
+        for queue in (self.prefill_queue, self.decode_queue):
+            queue.remove(served.request_id)
 
     def _fail(self, served: Served, reason: str) -> None:
         self._end(served)
@@ -415,7 +446,7 @@ class FleetEngine:
     def _end_impatient(self, now_s: float) -> None:
         """Fail what has waited too long for an instance."""
         late = now_s - self.policy.patience_s
-        for served in [each for each in self.requests.queue.values() if each.queued_since_s < late]:
+        for served in [each for each in self.requests.waiting.values() if each.queued_since_s < late]:
             why = f" ({served.reason})" if served.reason else ""
             self._fail(
                 served, f"no instance took the request within {self.policy.patience_s:g} s{why}: try again"
@@ -426,28 +457,52 @@ class FleetEngine:
     def _ready(self) -> list[Member]:
         return [member for member in self.members.values() if member.is_ready]
 
+    def _wait(self, served: Served) -> None:
+        """Queue a request. Whoever reads an answer already does not wait behind prompts."""
+        now_s = self._clock.now()
+        queue = self.decode_queue if served.generated else self.prefill_queue
+        queue.push(served.metadata(now_s), served.request.arrival_s)
+
+    def _order(self, request: RequestMetadata, arrived_s: float) -> float:
+        rates = [member.load.prefill_token_s for member in self._ready() if member.load is not None]
+        compute_s = len(request.tokens) * min(rates, default=0.0)
+        return self._admission.strategy.order(request, arrived_s, compute_s)
+
     def _place_waiting(self) -> None:
-        """Place what waits, as long as there is an instance for it."""
+        """Place what waits, as far as instances have room."""
         loads = [
-            member.load
-            for member in self._ready()
-            if member.load is not None and not member.draining
+            member.load for member in self._ready() if member.load is not None and not member.draining
         ]
-        if not loads:
-            return
-        names = [load.instance_id for load in loads]
-        for served in list(self.requests.queue.values()):
-            request = served.request
-            expected = request.params.max_tokens or 0
-            metadata = served.metadata(self._clock.now(), expected)
-            cached: Sequence[CachedPrefix] = [NOT_CACHED] * len(names)
-            if self._router.reads_cache:
-                cached = self._prefixes.lookup(request.tokens, self._namespace_of(request.namespace), names)
-            try:
-                placement = self._router.place(metadata, loads, cached)
-            except CapacityError:
-                return
-            self._begin(served, placement)
+        if loads:
+            names = [load.instance_id for load in loads]
+            self.decode_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
+            self.prefill_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
+
+    def _try_to_place(
+        self, waiting: Waiting, loads: Sequence[ExecutionInstance], names: Sequence[str]
+    ) -> bool:
+        """Whether the request need not wait any longer."""
+        served = self.requests.waiting[waiting.request.request_id]
+        request, metadata = served.request, served.metadata(self._clock.now())
+        cached: Sequence[CachedPrefix] = [NOT_CACHED] * len(names)
+        if self._router.reads_cache:
+            cached = self._prefixes.lookup(request.tokens, self._namespace_of(request.namespace), names)
+        most = max(prefix.num_device_tokens for prefix in cached)
+        match self._admission.decide(metadata, loads, 0, most):
+            case Reject(reason):
+                self._fail(served, reason)
+                return True
+            case Delay(reason):
+                served.reason = reason
+                return False
+        try:
+            placement = self._router.place(metadata, loads, cached)
+        except CapacityError as error:
+            served.reason = str(error)
+            self._admission.finished(served.request_id)
+            return False
+        self._begin(served, placement)
+        return True
 
     def _begin(self, served: Served, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
@@ -475,7 +530,7 @@ class FleetEngine:
     def stats(self) -> EngineStats:
         """Of all instances, as they last reported; what waits here is counted as waiting."""
         known = [member.stats for member in self._ready() if member.stats is not None]
-        num_queued = len(self.requests.queue)
+        num_queued = len(self.requests.waiting)
         return summed_stats(known, len(self.requests) - num_queued, num_queued, self._num_steps, self._faults())
 
     def tier_faults(self) -> Sequence[str]:
@@ -591,3 +646,7 @@ class FleetEngine:
     def check(self) -> None:
         """Raise `BookkeepingError` where requests and their places disagree."""
         self.requests.check()
+        for queue in (self.prefill_queue, self.decode_queue):
+            queue.check()
+        if len(self.prefill_queue) + len(self.decode_queue) != len(self.requests.waiting):
+            raise BookkeepingError("a request waits and is in no queue, or the other way round")

@@ -219,7 +219,7 @@ def fleet_status(engine: FleetEngine) -> FleetStatus:
     return FleetStatus(
         instances=instances,
         num_requests=len(engine.requests),
-        num_queued=len(engine.requests.queue),
+        num_queued=len(engine.requests.waiting),
         num_retries=engine.num_retries,
     )
 
