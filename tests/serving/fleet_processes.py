@@ -79,7 +79,13 @@ class Fleet:
         return found
 
     def complete(self, tokens: Sequence[int], max_tokens: int, **given: Any) -> dict[str, Any]:
-        body = {"model": "sagellm-demo", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, **given}
+        body = {
+            "model": "sagellm-demo",
+            "prompt": list(tokens),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            **given,
+        }
         answer = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=120.0)
         found: dict[str, Any] = answer.json() | {"status": answer.status_code}
         return found
@@ -88,10 +94,15 @@ class Fleet:
 @contextmanager
 def running_fleet(*arguments: str, settings: Mapping[str, Any] | None = None) -> Iterator[Fleet]:
     """A fleet on a free port, ended at the end. `settings`: keys of the configuration."""
-    given = [f"--set={key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (settings or {}).items()]
+    given = [
+        f"--set={key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in (settings or {}).items()
+    ]
     command = [sys.executable, "-m", "sagellm", "serve", "--port", "0", *arguments, *given]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+    ) as process:
         fleet = Fleet(process)
         try:
             fleet.wait_until_listening()

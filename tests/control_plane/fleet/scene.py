@@ -57,7 +57,9 @@ class InTurn:
 class Scene:
     """`num` instances and a front. Nothing moves but in `turn`."""
 
-    def __init__(self, folder: Path, num: int = 2, *, policy: FleetPolicy = FleetPolicy(), lease_s: float = 10.0):
+    def __init__(
+        self, folder: Path, num: int = 2, *, policy: FleetPolicy | None = None, lease_s: float = 10.0
+    ):
         self.folder, self.clock = folder, MonotonicClock()
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
@@ -65,7 +67,12 @@ class Scene:
         self.router = InTurn()
         self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
-            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=policy
+            self.instances,
+            self.router,
+            self.prefixes,
+            _check,
+            clock=self.clock,
+            policy=policy or FleetPolicy(),
         )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}

@@ -1,4 +1,4 @@
-"""`RemoteInstance`: the `EngineClient` of an instance in another process, and `Instances`, which waits for all.
+"""`RemoteInstance`, the `EngineClient` of an instance in another process; `Instances` waits for all.
 
     silent --connect--> greeting --Welcome--> connected --+
       ^                                                    |  the connection ends, or the instance is silent
@@ -68,7 +68,7 @@ GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
-_ENDS = {
+_ENDS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "its connection has ended",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: it has another key, or is no instance",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: it is no instance, or has no key",
@@ -138,7 +138,9 @@ class RemoteInstance:
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
         call_id = next(self._call_ids)
         if self._facts is None:
-            self._events.append(Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}")))
+            self._events.append(
+                Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
+            )
         else:
             self._calls[call_id] = name
             self._post(Call(call_id, name, encode(tuple(arguments))))
@@ -292,9 +294,11 @@ class RemoteInstance:
 
 
 class Instances:
-    """The instances that a front knows, by id. `wait` and the instances are for one thread, `wake` for any."""
+    """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
 
-    def __init__(self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True) -> None:
+    def __init__(
+        self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True
+    ) -> None:
         self._key, self._clock, self._lease_s, self._takes_over = key, clock, lease_s, takes_over
         self._context = zmq.Context()
         self._bell = Doorbell()

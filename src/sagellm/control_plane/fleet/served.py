@@ -145,7 +145,7 @@ class ServedRequests:
         served.placement = None
 
     def check(self) -> None:
-        """Raise `BookkeepingError` unless each request waits or has one attempt, on the instances it names."""
+        """Raise `BookkeepingError` unless each request waits, or has one attempt where it says."""
         for served in self._by_id.values():
             waits = served.request_id in self.waiting
             if waits is not (served.placement is None):
@@ -156,4 +156,3 @@ class ServedRequests:
         placed = {(name, id(served)) for served in self._by_id.values() for name in served.instances}
         if pairs != placed or len(self._by_attempt) + len(self.waiting) != len(self._by_id):
             raise BookkeepingError(f"{len(pairs)} requests are known at instances, {len(placed)} name them")
-
