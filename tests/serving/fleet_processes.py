@@ -26,6 +26,7 @@ class Fleet:
         self.process = process
         self.log: list[str] = []
         self.url = ""
+        self._clients = threading.local()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -44,8 +45,16 @@ class Fleet:
                 raise AssertionError("the fleet did not start:\n" + "\n".join(self.log[-40:]))
             time.sleep(0.02)
 
+    @property
+    def client(self) -> httpx2.Client:
+        """One for each thread: making one takes much longer than a request."""
+        if not hasattr(self._clients, "client"):
+            self._clients.client = httpx2.Client()
+        client: httpx2.Client = self._clients.client
+        return client
+
     def status(self) -> dict[str, Any]:
-        answer = httpx2.get(f"{self.url}/v1/fleet", timeout=20.0)
+        answer = self.client.get(f"{self.url}/v1/fleet", timeout=20.0)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -62,7 +71,7 @@ class Fleet:
         while not self.is_healthy():
             if time.monotonic() > began_s + within_s:
                 raise AssertionError(f"not healthy within {within_s} s:\n" + "\n".join(self.log[-40:]))
-            time.sleep(0.02)
+            time.sleep(0.05)
         return time.monotonic() - began_s
 
     def children(self) -> dict[str, int]:
@@ -86,7 +95,7 @@ class Fleet:
             "temperature": 0,
             **given,
         }
-        answer = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=120.0)
+        answer = self.client.post(f"{self.url}/v1/completions", json=body, timeout=120.0)
         found: dict[str, Any] = answer.json() | {"status": answer.status_code}
         return found
 

@@ -233,6 +233,7 @@ def test_a_hundred_kills(one_engine: LLM) -> None:
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
                 recoveries.append(fleet.wait_until_healthy(30))
+                print(f"{len(recoveries)}: {recoveries[-1]:.2f} s", flush=True)
         finally:
             stop.set()
             for thread in threads:
