@@ -69,7 +69,7 @@ CONNECT_S = 1.0
 GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
 _ENDS: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there",
     zmq.EVENT_CONNECT_RETRIED: "nothing listens there",
