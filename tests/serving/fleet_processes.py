@@ -27,6 +27,7 @@ class Fleet:
         self.log: list[str] = []
         self.url = ""
         self._clients = threading.local()
+        self._all_clients: list[httpx2.Client] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -50,6 +51,7 @@ class Fleet:
         """One for each thread: making one takes much longer than a request."""
         if not hasattr(self._clients, "client"):
             self._clients.client = httpx2.Client()
+            self._all_clients.append(self._clients.client)
         client: httpx2.Client = self._clients.client
         return client
 
@@ -117,6 +119,8 @@ def running_fleet(*arguments: str, settings: Mapping[str, Any] | None = None) ->
             fleet.wait_until_listening()
             yield fleet
         finally:
+            for client in fleet._all_clients:
+                client.close()
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(30)

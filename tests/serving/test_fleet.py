@@ -86,6 +86,22 @@ def test_a_killed_instance_loses_no_request(fleet: Fleet, one_engine: LLM, name:
     fleet.wait_until_healthy(20)
 
 
+def test_an_instance_that_hangs_holds_up_nothing(fleet: Fleet, one_engine: LLM) -> None:
+    fleet.wait_until_healthy(20)
+    [pid] = [each["pid"] for each in fleet.status()["instances"] if each["name"] == "decode-1"]
+    with ThreadPoolExecutor(6) as pool:
+        texts = [pool.submit(asked, fleet, 200 + number, 200) for number in range(6)]
+        time.sleep(0.4)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            found = [text.result() for text in texts]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert found == [expected(one_engine, prompt_of(200 + number), 200) for number in range(6)]
+    fleet.wait_until_healthy(20)
+    assert {each["pid"] for each in fleet.status()["instances"]} >= {pid}
+
+
 def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
     fleet.wait_until_healthy(20)
     stop = threading.Event()
