@@ -165,6 +165,13 @@ class Scene:
             assert self.clock.now() < until_s, f"not so within {within_s} s"
             self.turn()
 
+    def until_dropped(self, name: str) -> None:
+        """The front sleeps until an instance has ended its session."""
+        until_s = self.clock.now() + 20.0
+        while self.servers[name]._sessions:
+            assert self.clock.now() < until_s
+            self.servers[name].turn()
+
     def finish(self) -> None:
         self.until(lambda: not len(self.front.requests))
 

@@ -118,6 +118,20 @@ def test_a_front_that_dies_leaves_nothing(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_front_that_slept_longer_than_its_lease_begins_anew(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 2, lease_s=0.3)
+    scene.front.add(request("r", PROMPT, 1000))
+    scene.until(lambda: "r" in scene.tokens)
+    for name in scene.servers:
+        scene.until_dropped(name)
+    scene.front.add(request("s", PROMPT, 20))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 1000)
+    assert scene.tokens["s"] == expect(scene, PROMPT, 20)
+    scene.check_idle()
+    scene.close()
+
+
 def test_a_new_front_takes_over_at_once(scene: Scene) -> None:
     scene.front.add(request("r", PROMPT, 1000))
     scene.until(lambda: "r" in scene.tokens)

@@ -30,6 +30,7 @@ from sagellm.control_plane.fleet.messages import (
     CallAnswer,
     Changes,
     FromFront,
+    Goodbye,
     HandedOver,
     Hello,
     Load,
@@ -226,6 +227,8 @@ class RemoteInstance:
         message = from_instance(data)
         if isinstance(message, Welcome):
             self._welcome(message)
+        elif isinstance(message, Goodbye):
+            self._end(message.reason)
         elif self._facts is None:
             return
         else:

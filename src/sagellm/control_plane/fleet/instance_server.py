@@ -30,6 +30,7 @@ from sagellm.control_plane.fleet.messages import (
     CallAnswer,
     FromFront,
     FromInstance,
+    Goodbye,
     HandedOver,
     Hello,
     Load,
@@ -251,7 +252,9 @@ class InstanceServer:
         session = self._sessions.get(identity)
         if isinstance(message, Hello):
             self._greet(identity, message)
-        elif session is not None:  # else a session that has ended: its front has to say Hello again
+        elif session is None:
+            self._post(identity, Goodbye("the session has ended"))
+        else:
             session.heard_s = self._clock.now()
             self._carry_out(session, message)
 
@@ -436,6 +439,7 @@ class InstanceServer:
             self._abort(session, request_id)
         for pin in session.pins.values():
             pin.release()
+        self._post(session.identity, Goodbye(reason))
 
     def _bound(self, endpoint: str, key: FleetKey) -> zmq.SyncSocket:
         socket = self._context.socket(zmq.ROUTER)

@@ -100,6 +100,12 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     facts: bytes = b""
 
 
+class Goodbye(_Message, frozen=True):
+    """The session has ended here, with all that the front had in it. It may say `Hello` again."""
+
+    reason: str
+
+
 class Output(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
     """`RequestOutput`, field by field."""
 
@@ -174,7 +180,7 @@ class CallAnswer(_Message, frozen=True):
     error: WireError | None = None
 
 
-FromInstance = Welcome | Outputs | Refusal | Load | HandedOver | Changes | CallAnswer
+FromInstance = Welcome | Goodbye | Outputs | Refusal | Load | HandedOver | Changes | CallAnswer
 
 
 class Pinned(msgspec.Struct, frozen=True, array_like=True):
