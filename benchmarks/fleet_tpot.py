@@ -3,9 +3,10 @@
     python benchmarks/fleet_tpot.py --rows 32 --rounds 7 [--shape S] [--out FILE]
 
 The same engine configuration computes the same requests: within this process, and in an instance that a
-`FleetEngine` reaches over ZeroMQ. Both take turns, so other load of the machine affects both. TPOT is the time
-from the first to the last token of all rows, divided by the steps between. Requests arrive one after the other at
-the front, so batches differ, and in bfloat16 a near tie may fall the other way: `equal` counts equal answers.
+`FleetEngine` reaches over ZeroMQ. Both take turns, so other load of the machine affects both. TPOT is the
+time from the first to the last token of all rows, divided by the steps between. At the front requests arrive
+one after the other, so batches differ, and in bfloat16 a near tie may fall the other way: `equal` is the
+share of equal answers.
 """
 
 from __future__ import annotations
