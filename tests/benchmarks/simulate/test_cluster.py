@@ -13,7 +13,6 @@ import pytest
 from sagellm.benchmarks.simulate.cluster import Cluster, RequestOutcome
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.instance import PATIENCE_S, Instance
-from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster, simulate
 from sagellm.benchmarks.simulate.workload import (
     Arrivals,
@@ -281,7 +280,7 @@ def test_roles_that_make_no_cluster(roles: list[Any]) -> None:
     chosen, machine = config(), StandIn()
     instances = [Instance(str(at), chosen, machine.backend, role) for at, role in enumerate(roles)]
     with pytest.raises(ConfigError, match="one for prefill and one for decode"):
-        Cluster(instances, RoundRobinRouter())
+        Cluster(instances)
 
 
 def test_a_workload_is_not_used_up() -> None:

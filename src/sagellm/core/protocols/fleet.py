@@ -1,7 +1,7 @@
 """Contracts of a fleet: a request that moves from one instance to another.
 
-    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send its KV to the peer
-    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for that KV, then go on from `generated`
+    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send KV to the peer
+    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for KV, then go on from `generated`
     prefill   -> decode    KV of whole blocks, by a transfer
 
 The transfer only saves work: the instance that decodes has all tokens, so where KV does not come it computes
