@@ -110,7 +110,9 @@ def tenants(only: Sequence[str]) -> list[Any]:
     for number in range(3000):
         now_s += draw.expovariate(12.0)
         tenant = draw.choices(range(8), [1 / (rank + 1) for rank in range(8)])[0]
-        ids = [1000 * tenant + block for block in range(4)] + [10**6 + 8 * number + block for block in range(4)]
+        ids = [1000 * tenant + block for block in range(4)] + [
+            10**6 + 8 * number + block for block in range(4)
+        ]
         length = 4 * 512 + draw.randint(100, 2048)
         made = TraceRequest(now_s, Tokens(ids), Namespace(f"tenant-{tenant}"), length, draw.randint(20, 300))
         requests.append(made)
