@@ -26,6 +26,7 @@ from sagellm.benchmarks.micro import (
     overlap,
     parallel,
     prefix_cache,
+    router,
     scheduler_ir,
 )
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
@@ -363,6 +364,17 @@ def test_interconnect_compares_the_adapter_with_plain_calls() -> None:
         *(f"{name}, {way}" for name in ("all_reduce", "broadcast")
           for way in (interconnect.ADAPTER, interconnect.PLAIN, interconnect.ADDED)),
     }  # fmt: skip
+
+
+def test_router_decides_and_absorbs_events() -> None:
+    plan = dataclasses.replace(tiny("cost"), instances=3, indexed_blocks=700)
+    report = measured(router.BENCHMARK, "de", plan)
+    assert [row.case for row in report.rows if row.section == "e"] == [
+        "prompts, 32 blocks per event",
+        "answers, 1 block per event",
+    ]
+    assert {row.size for row in report.rows if row.section == "d"} == set(plan.sizes)
+    assert all(row.value > 0 for row in report.rows if row.section == "e")
 
 
 @pytest.mark.peer

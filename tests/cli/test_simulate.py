@@ -78,7 +78,7 @@ def test_rates_instances_and_plots(run: Any, moon: str, tmp_path: Path) -> None:
     result = run(*arguments, "--out", str(tmp_path / "o"), "--plots", "--set", "kv.block_size=32")
     assert result.exit_code == 0, result.stderr
     assert "2 x " in result.stdout.splitlines()[0]
-    assert "prefill and decode apart, router least-loaded" in result.stdout
+    assert "prefill and decode apart, router least_loaded" in result.stdout
     assert result.stdout.splitlines()[-1] == str(tmp_path / "o" / "goodput.png")
     told = json.loads((tmp_path / "o" / "results.json").read_text())["manifest"]
     assert told["presets"]["default"]["kv"]["block_size"] == 32
@@ -144,7 +144,7 @@ def test_a_setting(run: Any, moon: str, tmp_path: Path) -> None:
         (["--disaggregate", "1"], "as in 1:1"),
         (["--disaggregate", "1:1", "--instances", "2"], "exclude each other"),
         (["--instances", "0"], "at least one instance, got 0"),
-        (["--router", "random"], "unknown router 'random'"),
+        (["--router", "ransom"], "unknown router 'ransom'"),
         (["--network", "0"], "bandwidth above 0"),
         (["--closed-loop"], "needs a trace with sessions"),
         (["--think", "1"], "give --closed-loop too"),

@@ -199,3 +199,15 @@ def test_a_chip_says_what_it_needs(folder: Path) -> None:
     (folder / "dev").mkdir()
     (folder / "dev" / "xyz0").touch()
     assert "torch_xyz is not installed; XYZ provides it" in run(folder, "-c", script)
+
+
+def test_a_router_of_the_document_places_requests(folder: Path) -> None:
+    script = """
+from sagellm.control_plane.router import make_router
+from sagellm.core.protocols.router import ExecutionInstance, RequestMetadata
+from sagellm.core.types import Tokens
+
+fleet = [ExecutionInstance(name, num_free_blocks=number, block_size=16) for number, name in enumerate("abc")]
+print(make_router("my_router:Mine").place(RequestMetadata("r", Tokens([1])), fleet, []).prefill)
+"""
+    assert run(folder, "-c", script).strip() == "c"

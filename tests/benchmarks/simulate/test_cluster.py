@@ -281,7 +281,7 @@ def test_roles_that_make_no_cluster(roles: list[Any]) -> None:
     chosen, machine = config(), StandIn()
     instances = [Instance(str(at), chosen, machine.backend, role) for at, role in enumerate(roles)]
     with pytest.raises(ConfigError, match="one for prefill and one for decode"):
-        Cluster(instances, RoundRobinRouter())
+        Cluster(instances)
 
 
 def test_a_workload_is_not_used_up() -> None:

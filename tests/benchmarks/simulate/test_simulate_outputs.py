@@ -118,7 +118,7 @@ def test_tables_show_what_is_in_the_rows(results: list[SimulationResult]) -> Non
     first, *others = headlines(BENCH, results)
     assert first == (
         "none on stand-in (tensor parallel 1), 1 x 1,000 KV blocks, prefill and decode together, "
-        "router prefix-aware"
+        "router prefix_aware"
     )
     assert len(others) == 2
     assert "50.0 requests/s" in others[1]

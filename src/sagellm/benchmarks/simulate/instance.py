@@ -322,9 +322,9 @@ class Instance:
         return errors[-1] if errors else "the engine gave no reason"
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of a prompt that are cached on the device now."""
-        kv = self.engine.kv
-        return kv.index.lookup(request.tokens, kv.namespace_of(request.namespace)).num_tokens
+        """Tokens of a prompt that are cached on the device now; the last token is always computed."""
+        kv, most = self.engine.kv, len(request.tokens) - 1
+        return kv.index.lookup(request.tokens, kv.namespace_of(request.namespace), most).num_tokens
 
     def report(self, reported_s: float, num_expected: int = 0) -> ExecutionInstance:
         """What a router learns. `num_expected`: requests whose KV is on its way here."""

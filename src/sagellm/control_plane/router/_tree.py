@@ -1,7 +1,7 @@
 """A radix tree over the tokens of blocks, which remembers for each block which instances hold it.
 
 An edge holds 1 to `MAX_EDGE_BLOCKS` whole blocks as bytes, so that a prompt is compared as memory. The
-limit bounds what one event can cost: an edge's bytes are copied when it is split, its bitsets when a block goes.
+limit bounds what one event costs: an edge's bytes are copied when it is split, its bitsets when a block goes.
 Who holds an edge is kept twice: for blocks in device memory, and for blocks in lower tiers.
 """
 

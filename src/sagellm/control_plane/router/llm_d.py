@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sagellm.control_plane.router._choosing import ChoosingRouter
-from sagellm.control_plane.router._placed import PlacedLoad
+from sagellm.control_plane.router._history import PlacedLoad
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.router import CachedPrefix, ExecutionInstance, Placement, RequestMetadata
