@@ -96,7 +96,8 @@ class _Outgoing(NamedTuple):
 class HandOvers:
     """Owns the hand-overs of an engine, for its life.
 
-    Requests wait here for KV, and the KV of others goes from here. `max_early`: transfers without a request whose outcome is remembered, each for `early_s` seconds.
+    Requests wait here for KV, and the KV of others goes from here. `max_early`: transfers without a request
+    whose outcome is remembered, each for `early_s` seconds.
     """
 
     def __init__(self, transfers: KVTransfers, *, early_s: float = 30.0, max_early: int = 256) -> None:
@@ -138,8 +139,9 @@ class HandOvers:
     def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None:
         """Give the request to the engine once its KV has come.
 
-        Or when it does not come in time, if the policy says so. With `onward` its KV then goes to another peer, as by `prefill`. A later attempt takes the place of
-        one that waits. Raises `RequestError` for a request that the engine would refuse now.
+        Or when it does not come in time, if the policy says so. With `onward` its KV then goes to another
+        peer, as by `prefill`. A later attempt takes the place of one that waits. Raises `RequestError` for a
+        request that the engine would refuse now.
         """
         _check_part(hand_over, HandOverPart.DECODE, HandOverPart.FETCH)
         if onward is not None:
