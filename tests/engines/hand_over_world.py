@@ -35,13 +35,15 @@ EARLY_S = 3.0
 
 
 class Instance:
-    """An engine with its hand-overs. `inbox`: what the front has sent and was not delivered yet."""
+    """An engine with its hand-overs. `inbox`: what the front has sent and was not delivered yet. `attempts`:
+    of each request, the last that was delivered, which its outputs are of."""
 
     def __init__(
         self, name: str, network: FaultyNetwork, clock: ManualClock, *, num_blocks: int = 24,
         overlap: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.inbox = name, deque[Callable[[], None]]()
+        self.attempts: dict[str, int] = {}
         backend = TokenMemoryBackend(num_blocks, max_num_seqs=4, max_model_len=64)
         self.engine = fake_engine(backend, clock=clock, overlap=overlap, max_batched_tokens=16)
         channel = TransferChannel(
@@ -118,10 +120,10 @@ class World:
         asked.at, asked.peer = prefill, decode if decode != prefill else ""
         one, instance = self._continued(asked), self.instances[prefill]
         if not asked.peer:
-            instance.inbox.append(lambda: instance.engine.add(one))
+            self._submit(instance, asked, lambda: instance.engine.add(one))
             return
         hand_over = HandOver(HandOverPart.PREFILL, decode, policy=asked.policy, attempt=asked.attempt)
-        instance.inbox.append(lambda: instance.hand_overs.prefill(one, hand_over))
+        self._submit(instance, asked, lambda: instance.hand_overs.prefill(one, hand_over))
 
     def fetch(self, asked_number: int, source: str, target: str, max_tokens: int) -> Asked:
         """Ask a request at `target`, which gets what `source` has cached of its prompt."""
@@ -129,12 +131,22 @@ class World:
         instance, one = self.instances[target], asked.request
         instance.inbox.pop()
         hand_over = HandOver(HandOverPart.FETCH, source, self.lease_s, attempt=asked.attempt)
-        instance.inbox.append(lambda: instance.hand_overs.expect(one, hand_over))
+        self._submit(instance, asked, lambda: instance.hand_overs.expect(one, hand_over))
         attempt, other = asked.attempt, self.instances[source]
         other.inbox.append(
             lambda: other.hand_overs.send_prefix(one.request_id, one.tokens, target, attempt=attempt)
         )
         return asked
+
+    @staticmethod
+    def _submit(instance: Instance, asked: Asked, call: Callable[[], None]) -> None:
+        name, attempt = asked.request.request_id, asked.attempt
+
+        def delivered() -> None:
+            instance.attempts[name] = attempt
+            call()
+
+        instance.inbox.append(delivered)
 
     def _continued(self, asked: Asked) -> Request:
         return replace(asked.request, generated=tuple(asked.said))
@@ -150,7 +162,7 @@ class World:
         assert not instance.hand_overs.abort(name)
 
     def lose(self, name: str) -> None:
-        """An instance is given up: its requests go on elsewhere. It aborts all it has, as its lease is over."""
+        """An instance is given up: its requests go on elsewhere. It aborts all it has."""
         lost = self.instances[name]
         lost.inbox.clear()
         for other in self.instances.values():
@@ -180,7 +192,8 @@ class World:
         progress = instance.hand_overs.poll()
         for output in (*outputs, *progress.outputs):
             asked = self.asked[output.request_id]
-            if asked.ended or asked.at != instance.name:
+            is_old = instance.attempts.get(output.request_id, asked.attempt) != asked.attempt
+            if asked.ended or asked.at != instance.name or is_old:
                 continue
             self._said(asked, output)
         for report in progress.reports:
@@ -204,7 +217,7 @@ class World:
             source, asked.at = asked.at, asked.peer
             one, target = self._continued(asked), self.instances[asked.peer]
             hand_over = HandOver(HandOverPart.DECODE, source, self.lease_s, asked.policy, asked.attempt)
-            target.inbox.append(lambda: target.hand_overs.expect(one, hand_over))
+            self._submit(target, asked, lambda: target.hand_overs.expect(one, hand_over))
         elif output.finish_reason is not None:
             assert asked.said == asked.expected
             asked.ended = output.finish_reason.value

@@ -1,4 +1,4 @@
-"""Requests whose answer another engine has begun: the rest of it is the same, and only the rest is handed out."""
+"""An answer that another engine has begun goes on with the same tokens, and only these are handed out."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_what_is_no_beginning_of_an_answer_is_refused() -> None:
         with pytest.raises(RequestError, match=message):
             engine.add(replace(one, generated=generated))
     with pytest.raises(RequestError, match="generated must be several token ids"):
-        replace(one, generated=("x",))
+        replace(one, generated=("x",))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="ends with its token 2"):
         engine.add(replace(one, generated=(1, 2), scripted_output=2))
     long = request("a", [1] * 100, None)  # type: ignore[arg-type]

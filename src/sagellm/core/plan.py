@@ -107,7 +107,10 @@ class RequestState:
 
     @property
     def max_output_tokens(self) -> int | None:
-        """Output tokens with which it ends or leaves at the latest; None: only the model limits them."""
+        """Output tokens with which it ends or leaves at the latest.
+
+        None: only the model limits them.
+        """
         request = self.request
         return len(request.generated) + 1 if request.moves else request.params.max_tokens
 

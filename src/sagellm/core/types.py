@@ -374,8 +374,8 @@ class Request:
     `reports_hit`: the blocks that it reuses are published as KV events, which do not show hits otherwise.
     `reports_eviction`: its first output tells what was evicted of its prompt, if misses are attributed.
     `approximate_reuse`: KV of equal tokens at other positions may be copied for it, which changes its answer.
-    `generated`: tokens of its answer that another instance has drawn: this one goes on behind them, as after a
-    preemption. `moves`: the request leaves with its next token, and goes on at another instance.
+    `generated`: tokens of its answer that another instance has drawn; this one goes on behind them, as after
+    a preemption. `moves`: the request leaves with its next token, and goes on at another instance.
     """
 
     request_id: str

@@ -12,8 +12,9 @@ from typing import NamedTuple, overload
 from sagellm.core.binding import Binding
 from sagellm.core.events import RequestFinished
 from sagellm.core.plan import NO_ROW, ExecutionPlan, RequestState, StepResult
-from sagellm.core.types import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprob
+from sagellm.core.types import FinishReason, RequestOutput, RequestStatus, TokenLogprob
 from sagellm.engines.request_table import RequestTable
+from sagellm.engines.validation import ends_with
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir.batch import ChainCounts
 
@@ -175,16 +176,6 @@ def _parts(token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ..
     """Consecutive parts of `token_ids`, so many in each."""
     tokens = iter(token_ids)
     return [tuple(islice(tokens, size)) for size in sizes]
-
-
-def ends_with(request: Request, token_id: int, num_output_tokens: int) -> bool:
-    """Whether an answer ends by itself with this token, the last of `num_output_tokens`."""
-    params = request.params
-    if num_output_tokens >= params.min_tokens:
-        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            return True
-    return num_output_tokens == request.scripted_output
 
 
 def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> FinishReason | None:

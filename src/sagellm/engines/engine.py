@@ -466,7 +466,7 @@ class Engine:
         return binding
 
     def _may_wait(self, must_leave: MustLeave) -> bool:
-        """Whether a request that lacks blocks will have those that are kept for others or are being moved."""
+        """Whether a request that lacks blocks will have some. Gives up what is kept for others, and moves."""
         waits, blocks_move = self._kv_waits, self.kv.blocks_move and must_leave.error is not None
         return self.kv.pins.give_way() or (waits is not None and waits.give_way()) or blocks_move
 

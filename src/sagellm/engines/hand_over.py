@@ -94,9 +94,10 @@ class _Outgoing(NamedTuple):
 
 
 class HandOvers:
-    """Requests that wait for KV, and those whose KV goes elsewhere, for the life of an engine.
+    """Owns the hand-overs of an engine, for its life.
 
-    `max_early`: transfers without a request whose outcome is remembered, each for `early_s` seconds.
+    Requests wait here for KV, and the KV of others goes from here. `max_early`: transfers without a request
+    whose outcome is remembered, each for `early_s` seconds.
     """
 
     def __init__(self, transfers: KVTransfers, *, early_s: float = 30.0, max_early: int = 256) -> None:
@@ -125,7 +126,7 @@ class HandOvers:
     # -- requests in and out
 
     def prefill(self, request: Request, hand_over: HandOver) -> None:
-        """Compute the prompt and the next token here; then the KV goes to the peer.
+        """Compute the prompt and the next token; then send the KV to the peer.
 
         The request's only output has `FinishReason.MOVED`, unless it ends here with that token. Hints that
         it brought are applied where it ends. Raises `RequestError` as `Engine.add`.
@@ -136,10 +137,11 @@ class HandOvers:
         self._report(request.request_id, hand_over, HandOverState.BOOTSTRAPPING)
 
     def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None:
-        """Give the request to the engine once its KV has come, or does not come in time.
+        """Give the request to the engine once its KV has come.
 
-        With `onward` its KV then goes to another peer, as by `prefill`. A later attempt takes the place of
-        one that waits. Raises `RequestError` for a request that the engine would refuse now.
+        Or when it does not come in time, if the policy says so. With `onward` its KV then goes to another
+        peer, as by `prefill`. A later attempt takes the place of one that waits. Raises `RequestError` for a
+        request that the engine would refuse now.
         """
         _check_part(hand_over, HandOverPart.DECODE, HandOverPart.FETCH)
         if onward is not None:
@@ -166,14 +168,16 @@ class HandOvers:
         namespace: Namespace = Namespace(),
         attempt: int = 0,
     ) -> None:
-        """Send what is cached of a prompt to a peer, which expects it by a FETCH, or by a DECODE of the same
-        attempt. Nothing cached is said too, so that the peer does not wait for it."""
+        """Send what is cached of a prompt to a peer.
+
+        It expects that by a FETCH, or by a DECODE of the same attempt. If nothing is cached, it is told so.
+        """
         hand_over = HandOver(HandOverPart.FETCH, peer, attempt=attempt)
         self._to_send.append(_Outgoing(request_id, tokens, namespace, hand_over))
         self._send_moved()
 
     def abort(self, request_id: str) -> bool:
-        """End a request, whatever it waits for; False for one that is not known here.
+        """End a request, whatever it waits for; False if it is unknown.
 
         What comes for it later is cached as any other KV, but not kept.
         """
@@ -187,7 +191,10 @@ class HandOvers:
         return known
 
     def fail(self, request_id: str, attempt: int, reason: str) -> None:
-        """The front says that the KV of a request does not come: its policy decides. Unknown ones pass."""
+        """The KV of a request does not come, the front says; its policy decides.
+
+        Nothing happens if it is not known, or this attempt does not wait.
+        """
         awaited = self._awaited.get(request_id)
         if awaited is not None and awaited.hand_over.attempt == attempt:
             self._settle(awaited, has_come=False, reason=reason)
@@ -198,7 +205,7 @@ class HandOvers:
         self.transfers.channel.add_peer(metadata)
 
     def peer_lost(self, peer: str) -> None:
-        """All transfers from and to this instance fail. Requests that wait for them do as their policies say.
+        """All transfers from and to a peer fail; policies decide.
 
         A request whose prompt is computed for that peer still moves, and the front says where to.
         """
@@ -209,7 +216,7 @@ class HandOvers:
         self._send_moved()
 
     def poll(self) -> HandOverProgress:
-        """Move all hand-overs on; returns what happened since the last call. Never waits for a peer."""
+        """Move all hand-overs on; returns what happened since. Never waits for a peer."""
         self._send_moved()  # before what comes has anything evicted
         received = self.transfers.poll()
         self._send_moved()
@@ -222,8 +229,8 @@ class HandOvers:
                 reason = "" if is_done else report.reason or report.status.value
                 name, hand_over = outgoing.request_id, outgoing.hand_over
                 self._report(name, hand_over, state, num_tokens=report.num_tokens, reason=reason)
-        for one in received:
-            self._take(one)
+        for arrived in received:
+            self._take(arrived)
         if self._awaited:
             self._watch()
         while self._early and self._first_early_s() <= self._clock.now():
@@ -290,7 +297,7 @@ class HandOvers:
             self._to_send.append(outgoing)
 
     def _send_moved(self) -> None:
-        """Send the KV of requests that have left. Each call may complete a step, with which others leave."""
+        """Send the KV of requests that have left, and of those that leave meanwhile."""
         while self._to_send:
             outgoing = self._to_send.popleft()
             name, hand_over = outgoing.request_id, outgoing.hand_over
@@ -318,14 +325,14 @@ class HandOvers:
 
     # -- KV that comes
 
-    def _take(self, one: ReceivedKV) -> None:
+    def _take(self, arrived: ReceivedKV) -> None:
         """A transfer to this instance has ended."""
-        attempt, name = _attempt_of(one.note), one.request_id
+        attempt, name = _attempt_of(arrived.note), arrived.request_id
         if attempt is None:
             return
-        has_come, reason = one.status is TransferStatus.DONE, one.reason or one.status.value
+        has_come, reason = arrived.status is TransferStatus.DONE, arrived.reason or arrived.status.value
         awaited = self._awaited.get(name)
-        if awaited is not None and (name, one.source, attempt) == awaited.key:
+        if awaited is not None and (name, arrived.source, attempt) == awaited.key:
             self._settle(awaited, has_come=has_come, reason=reason)
             return
         early = self._early.get(name)
@@ -336,9 +343,10 @@ class HandOvers:
         self._forget_early(name)
         while len(self._early) >= self._max_early:
             self._forget_early(next(iter(self._early)))
-        self._early[name] = _Early(attempt, one.source, has_come, reason, self._clock.now())
+        self._early[name] = _Early(attempt, arrived.source, has_come, reason, self._clock.now())
         self._engine.drain()
-        self._keep(name, self._engine.kv.quotes.lookup(one.tokens, one.namespace, one.num_tokens))
+        hit = self._engine.kv.quotes.lookup(arrived.tokens, arrived.namespace, arrived.num_tokens)
+        self._keep(name, hit)
 
     def _watch(self) -> None:
         """Renew leases by signs of transfers, and end those that are over."""
@@ -366,8 +374,10 @@ class HandOvers:
             self._report(awaited.request.request_id, awaited.hand_over, state, num_layers=num_layers)
 
     def _settle(self, awaited: _Awaited, *, has_come: bool, reason: str) -> None:
-        """The KV of a request is there, or does not come. A step in flight is completed first: what it has
-        published may still fail."""
+        """The KV of a request is there, or does not come.
+
+        A step in flight is completed first: what it has published may still fail.
+        """
         self._engine.drain()
         request, hand_over = awaited.request, awaited.hand_over
         name, hit = request.request_id, self._cached(request)
@@ -396,7 +406,10 @@ class HandOvers:
         )
 
     def _num_expected(self, awaited: _Awaited) -> int:
-        """Tokens in whole blocks: of all but the last token of a request, or of those that were announced."""
+        """Tokens, in whole blocks, that should come.
+
+        Of all but the last token of the request, or of those that were announced.
+        """
         request, size = awaited.request, self._engine.kv.block_size
         most, said = len(request.tokens) + len(request.generated) - 1, awaited.hand_over.num_tokens
         return (most if said is None else min(most, said)) // size * size
@@ -405,7 +418,10 @@ class HandOvers:
         return hit.num_tokens >= self._num_expected(awaited)
 
     def _is_cached(self, awaited: _Awaited) -> bool:
-        """Whether nothing has to come. What a step in flight has published counts once that is completed."""
+        """Whether nothing has to come.
+
+        What a step in flight has published counts once that is completed.
+        """
         if not self._is_there(awaited, self._cached(awaited.request)):
             return False
         self._engine.drain()
@@ -418,7 +434,10 @@ class HandOvers:
     # -- books
 
     def _check_free(self, request: Request, hand_over: HandOver) -> None:
-        """Raise `RequestError` unless the engine would take the request, and no other attempt of it waits."""
+        """Raise `RequestError` unless the engine would take the request now.
+
+        Also if this attempt of it or a later one waits; an earlier one is dropped.
+        """
         self._engine.check_request(request)
         waiting = self._awaited.get(request.request_id)
         if waiting is not None and waiting.hand_over.attempt >= hand_over.attempt:
@@ -444,7 +463,7 @@ class HandOvers:
         self._outputs.append(output)
 
     def _keep(self, name: str, hit: PrefixHit) -> None:
-        """Pin a prefix, if need be in place of the oldest ones that have come without a request."""
+        """Pin a prefix, if need be in place of the oldest of `_early`."""
         for other in [each for each in self._early if each != name]:
             if self._pins.keep(name, hit):
                 return

@@ -8,7 +8,6 @@ import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
 from sagellm.core.types import APPROXIMATE_REUSE, PROMPT_LOGPROBS, CapabilityDescriptor, Request
-from sagellm.engines.commit import ends_with
 
 
 def check_request(
@@ -55,7 +54,7 @@ def _check_length(request: Request, max_model_len: int, account_tokens: int) -> 
         tenant, service_class = request.account
         raise ContextLengthError(
             account_tokens,
-            f"{parts}: it is the KV quota of tenant {tenant!r}, class {service_class!r}, that sets this limit",
+            f"{parts}: the KV quota of tenant {tenant!r}, class {service_class!r}, sets this limit",
             "prompt",
         )
 
@@ -83,3 +82,13 @@ def _check_ids(label: str, token_ids: Iterable[int], vocab_size: int, parameter:
             raise RequestError(
                 f"{label}token id {token} is not in the vocabulary of {vocab_size} tokens", parameter
             )
+
+
+def ends_with(request: Request, token_id: int, num_output_tokens: int) -> bool:
+    """Whether an answer ends by itself with this token, the last of `num_output_tokens`."""
+    params = request.params
+    if num_output_tokens >= params.min_tokens:
+        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return True
+    return num_output_tokens == request.scripted_output

@@ -119,7 +119,7 @@ class Incoming:
         return self.is_whole and self.target.is_covered
 
     def num_layers(self) -> int:
-        """Layers that have landed whole, from the first on; 0 for a transfer that is not by layer."""
+        """Leading layers that have landed whole. 0 for a transfer that is not by layer."""
         plan = self.plan
         while self.num_leading < len(plan) and self.num_leading in self.landed:
             self.num_leading += 1

@@ -1,7 +1,7 @@
 """Contracts of a fleet: an instance seen from outside, and a request that moves between two of them.
 
-    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send KV to the peer
-    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for KV, then go on from `generated`
+    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send its KV to the peer
+    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for that KV, go on from `generated`
     prefill   -> decode    KV of whole blocks, by a transfer
 
 The transfer only saves work: the instance that decodes has all tokens, so where KV does not come it computes
@@ -48,7 +48,10 @@ class HandOverState(Enum):
 
 
 class FailurePolicy(Enum):
-    """What becomes of a request whose KV does not come: compute it again here, or end with an error."""
+    """What becomes of a request whose KV does not come.
+
+    RECOMPUTE: it is computed here. FAIL: the request ends with an error.
+    """
 
     RECOMPUTE = "recompute"
     FAIL = "fail"

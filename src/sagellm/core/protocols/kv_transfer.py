@@ -216,7 +216,7 @@ class KVTransferChannel(Protocol):
         """What `poll` found to have ended here, since the last call."""
 
     def incoming(self) -> Sequence[IncomingKV]:
-        """The transfers to this instance that are under way, one entry for each rank that sends."""
+        """The transfers to this instance that are under way. Each rank that sends has one."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop the transfer as soon as possible. It still ends with a report, which may be `DONE`."""

@@ -172,7 +172,7 @@ class KVCacheManager:
 
     @property
     def blocks_move(self) -> bool:
-        """Whether blocks are being sent to other instances, or come from there or from tiers."""
+        """Whether blocks are sent to other instances, or come from elsewhere."""
         return bool(self.pins.num_sent or (self.arrivals is not None and self.arrivals.num_blocks))
 
     # -- bind and rollback

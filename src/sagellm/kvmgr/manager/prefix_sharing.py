@@ -367,9 +367,10 @@ class PinnedPrefixes:
         self.num_sent -= 1
 
     def keep(self, name: str, wanted: PrefixHit) -> bool:
-        """Pin what has come for a request of this name until `drop` or `give_way`, in place of what was kept.
+        """Pin what has come for a request, until `drop` or `give_way`.
 
-        False, and nothing is kept for it, where all kept prefixes would hold more than `KEPT_SHARE`.
+        In place of what was kept under its name. False, and nothing is kept under it, where all that is kept
+        would hold more than `KEPT_SHARE`.
         """
         self.drop(name)
         num_kept = self.num_kept + wanted.num_blocks
