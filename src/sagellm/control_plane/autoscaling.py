@@ -197,7 +197,9 @@ class Autoscaler:
         # of equally idle ones the last, so that numbers stay small
         idle = min(reversed(serving), key=lambda each: (each.num_requests, each.kv_cache_usage), default=None)
         if idle is None or not may_leave(everywhere, idle.instance_id):
-            return ScalingDecision(group.name, ScalingAction.KEEP, f"{shown}, no other instance serves requests")
+            return ScalingDecision(
+                group.name, ScalingAction.KEEP, f"{shown}, no other instance serves requests"
+            )
         return ScalingDecision(group.name, ScalingAction.DRAIN, shown, instance_id=idle.instance_id)
 
     def _waiting(self, history: _History, since_s: float | None, after_s: float) -> str:

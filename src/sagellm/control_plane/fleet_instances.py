@@ -1,8 +1,8 @@
 """The instances that a fleet section describes, each with a name and a configuration of its own.
 
-    fleet = resolved.config.fleet
-    for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
-        config = instance_config(resolved, instance.group)
+fleet = resolved.config.fleet
+for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
+    config = instance_config(resolved, instance.group)
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:
         if key in SECRET_KEYS:
             raise ConfigError(f"{key} in {where}: a secret is given once, for the whole fleet")
         if key in FLEET_WIDE:
-            raise ConfigError(f"{key} in {where}: it is the same for all instances; set it for the whole fleet")
+            raise ConfigError(
+                f"{key} in {where}: it is the same for all instances; set it for the whole fleet"
+            )
         if key.partition(".")[0] not in INSTANCE_SECTIONS:
             sections = ", ".join(sorted(INSTANCE_SECTIONS))
             raise ConfigError(f"{key} in {where}: instances may differ in keys of {sections}")

@@ -17,8 +17,9 @@ CHIP_FLOPS, CHIP_BANDWIDTH = 50e12, 500e9
 _SHEETS: tuple[tuple[str, str], ...] = (
     (r"h100.*pcie", "h100-pcie"), (r"h100", "h100-80g"), (r"h200", "h200"), (r"b200", "b200"),
     (r"a100.*40g", "a100-40g"), (r"a100", "a100-80g"), (r"l40s", "l40s"), (r"\bl4\b", "l4"),
-    (r"\ba10\b", "a10"), (r"rtx pro 6000", "rtx-pro-6000"), (r"rtx a6000", "rtx-a6000"), (r"rtx 5090", "rtx5090"),
-    (r"rtx 4090", "rtx4090"), (r"mi300x", "mi300x"), (r"910b", "ascend-910b"), (r"310p", "ascend-310p"),
+    (r"\ba10\b", "a10"), (r"rtx pro 6000", "rtx-pro-6000"), (r"rtx a6000", "rtx-a6000"),
+    (r"rtx 5090", "rtx5090"), (r"rtx 4090", "rtx4090"), (r"mi300x", "mi300x"), (r"910b", "ascend-910b"),
+    (r"310p", "ascend-310p"),
 )  # fmt: skip
 """Parts of the names that drivers give, the more special before the more general."""
 _TORCH_TYPES = {"rocm": "cuda", "hcu": "cuda", "maca": "cuda", "xpu": "cuda"}
@@ -41,7 +42,9 @@ def known_chips(
     """
     free, found = free_bytes or {}, []
     for device in topology.devices:
-        if device.kind is DeviceKind.NIC or (device.kind is DeviceKind.CPU and not num_cores.get(device.name)):
+        if device.kind is DeviceKind.NIC or (
+            device.kind is DeviceKind.CPU and not num_cores.get(device.name)
+        ):
             continue
         size = free.get(device.name, device.memory_bytes)
         if device.kind is DeviceKind.CPU:

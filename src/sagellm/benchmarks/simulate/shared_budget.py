@@ -64,7 +64,9 @@ class MixedInstance:
 
     def __init__(self, cost: CostModel, budget: SharedBudget, *, max_num_seqs: int = 64) -> None:
         if budget.max_batched_tokens <= max_num_seqs:
-            raise ConfigError("max_batched_tokens must exceed max_num_seqs: prompts need tokens of a step too")
+            raise ConfigError(
+                "max_batched_tokens must exceed max_num_seqs: prompts need tokens of a step too"
+            )
         self._cost, self._budget, self._max_num_seqs = cost, budget, max_num_seqs
         self._now_s = 0.0
         self._waiting: dict[bool, deque[MixedRequest]] = {False: deque(), True: deque()}

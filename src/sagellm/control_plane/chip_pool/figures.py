@@ -42,6 +42,7 @@ def with_figures(chips: Iterable[ChipCapability], path: Path) -> list[ChipCapabi
             found.append(chip)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} holds no figures of chips ({error}): `sagellm fleet chips --measure --save {path}` makes it"
+            f"{path} holds no figures of chips ({error}): `sagellm fleet chips --measure --save {path}` "
+            "makes it"
         ) from error
     return found

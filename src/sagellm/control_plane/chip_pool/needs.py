@@ -69,7 +69,9 @@ class InstanceNeeds:
         if min(self.num_chips, self.memory_bytes, self.num_cores) < 0:
             raise ValueError(f"{self.name}: chips, cores and memory are not negative")
         if not self.is_exclusive and (self.num_chips != 1 or not self.memory_bytes):
-            raise ValueError(f"{self.name}: a shared chip is one chip, of which some memory_bytes are reserved")
+            raise ValueError(
+                f"{self.name}: a shared chip is one chip, of which some memory_bytes are reserved"
+            )
 
     def takes(self, chip: ChipCapability) -> bool:
         """Whether the chip would do, were it free."""

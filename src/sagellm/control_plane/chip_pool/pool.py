@@ -41,7 +41,9 @@ class ChipPool:
     ) -> None:
         self.chips = {chip.name: chip for chip in chips}
         self._topology = topology
-        nodes = {name: numbers_of(topology.device(name).cpus) for name in self.chips if self.chips[name].is_cpu}
+        nodes = {
+            name: numbers_of(topology.device(name).cpus) for name in self.chips if self.chips[name].is_cpu
+        }
         self._cores = cores_by_node(cores, nodes)
         self._reserved = Reservations(self.chips, self._cores)
 
@@ -136,10 +138,12 @@ class _Draft:
         ]
         chosen = cheapest(costs, [(each.num_chips, 0) for each in needs], [(len(g), 0) for g in groups])
         if len(chosen) < len(needs):
-            raise self._refusal(needs[len(chosen)])
+            raise self._refusal(needs[len(chosen)], len(chosen))
         for each, cost, number in zip(needs, costs, chosen, strict=True):
             self._take(each, groups[number])
-            self._explain(each, {groups[other][0].model or groups[other][0].name: cost[other] for other in cost})
+            self._explain(
+                each, {groups[other][0].model or groups[other][0].name: cost[other] for other in cost}
+            )
 
     def _take(self, need: InstanceNeeds, group: Sequence[ChipCapability]) -> None:
         free = {chip.name for chip in self.reserved.free_chips()}
@@ -151,9 +155,7 @@ class _Draft:
                 f"many of {', '.join(names)}: `sagellm topo` shows the links; chips: 1 needs none"
             )
         own = self._own_cores(need, found.names[0])
-        self.reserved.add(
-            ChipLease(need.name, found.names, True, need.memory_bytes, own, bool(own))
-        )
+        self.reserved.add(ChipLease(need.name, found.names, True, need.memory_bytes, own, bool(own)))
 
     def place_shared(self) -> None:
         """A part of a chip each: the chip on which a request takes least, with all that are on it."""
@@ -196,7 +198,7 @@ class _Draft:
         room = [(len(self.reserved.free_cores(n.name)), self.reserved.bytes_left(n.name)) for n in nodes]
         chosen = cheapest(costs, [(each.num_cores, each.memory_bytes) for each in needs], room)
         if len(chosen) < len(needs):
-            raise self._refusal(needs[len(chosen)])
+            raise self._refusal(needs[len(chosen)], len(chosen))
         for each, cost, number in zip(needs, costs, chosen, strict=True):
             name = nodes[number].name
             own = frozenset(self.reserved.free_cores(name)[: each.num_cores])
@@ -232,26 +234,32 @@ class _Draft:
             ", ".join(times)
         )
 
-    def _refusal(self, need: InstanceNeeds) -> CapacityError:
+    def _refusal(self, need: InstanceNeeds, num_chosen: int = 0) -> CapacityError:
         kind = "chip" if need.kind is None else need.kind.value
         what = f"{need.num_chips} {kind}(s)" if need.num_chips else "CPU cores"
         if need.memory_bytes:
             what += f" with {need.memory_bytes / GIB:.1f} GiB" + (" each" if need.num_chips > 1 else "")
         if need.num_cores:
             what += f" and {need.num_cores} core(s)"
-        states = [self._state(need, chip) for chip in self._chips.values() if chip.is_cpu == (not need.num_chips)]
-        num_placed = sum(each.name in self.reserved.leases for each in self._needs)
+        states = [
+            self._state(need, chip) for chip in self._chips.values() if chip.is_cpu == (not need.num_chips)
+        ]
+        num_placed = num_chosen + sum(each.name in self.reserved.leases for each in self._needs)
         return CapacityError(
             f"{need.name} needs {what}; there is {'; '.join(states) or 'none'}; "
-            f"{len(self.reserved.free_cores())} core(s) are free. {num_placed} of {len(self._needs)} instances "
-            f"have a place: {self._remedy(need)}"
+            f"{len(self.reserved.free_cores())} core(s) are free. {num_placed} of {len(self._needs)} "
+            f"instances have a place: {self._remedy(need)}"
         )
 
     def _state(self, need: InstanceNeeds, chip: ChipCapability) -> str:
         holders = ", ".join(lease.owner for lease in self.reserved.holders(chip.name))
         size = f"{self.reserved.bytes_left(chip.name) / GIB:.1f} GiB left"
-        excluded = need.kind not in (None, chip.kind) or (need.chip_names and chip.name not in need.chip_names)
-        return f"{chip.name} ({'not asked for' if excluded else f'of {holders}' if holders else 'free'}, {size})"
+        excluded = need.kind not in (None, chip.kind) or (
+            need.chip_names and chip.name not in need.chip_names
+        )
+        return (
+            f"{chip.name} ({'not asked for' if excluded else f'of {holders}' if holders else 'free'}, {size})"
+        )
 
     def _remedy(self, need: InstanceNeeds) -> str:
         fitting = [chip for chip in self._chips.values() if need.takes(chip)]

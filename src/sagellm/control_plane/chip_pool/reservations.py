@@ -85,8 +85,14 @@ class Reservations:
         if lease.memory_bytes > self.bytes_left(name):
             raise BookkeepingError(f"{lease.owner}: {name} has {self.bytes_left(name)} bytes left")
         others = self._on_chip[name].values()
-        if not self._chips[name].is_cpu and others and (lease.is_exclusive or any(o.is_exclusive for o in others)):
-            raise BookkeepingError(f"{lease.owner} holds {name}, which {', '.join(o.owner for o in others)} has")
+        if (
+            not self._chips[name].is_cpu
+            and others
+            and (lease.is_exclusive or any(o.is_exclusive for o in others))
+        ):
+            raise BookkeepingError(
+                f"{lease.owner} holds {name}, which {', '.join(o.owner for o in others)} has"
+            )
 
     def remove(self, owner: str) -> bool:
         lease = self._leases.pop(owner, None)
