@@ -21,7 +21,7 @@ def chips(
     *,
     measure: bool = flag("--measure", "Measure FLOP/s and bandwidth of each chip, for some seconds.", False),
 ) -> None:
-    """Show the chips and cores of this host, and which instance of a fleet file gets which."""
+    """Show the chips of this host, and which instances would get them."""
     from sagellm.control_plane.chip_pool.figures import write_figures
     from sagellm.engines.build import load_config
     from sagellm.serving.fleet.chips import host_pool

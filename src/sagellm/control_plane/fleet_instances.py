@@ -1,4 +1,4 @@
-"""The instances that a fleet section describes, each with a name and a configuration of its own.
+"""The instances that a fleet section describes, with their names and configurations.
 
 fleet = resolved.config.fleet
 for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
@@ -78,7 +78,7 @@ def group_of(name: str, fleet: FleetConfig) -> str:
 
 
 def instance_config(resolved: Resolved, group: str) -> Config:
-    """The configuration of a group's instances: that of the fleet, and over it the group's settings.
+    """The configuration of a group's instances: the fleet's, with the group's settings over it.
 
     Its section `fleet` is empty, and it publishes no KV events unless the caller says where. Raises
     `ConfigError` for settings that instances of a fleet cannot have.
@@ -121,7 +121,7 @@ def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:
 
 
 def counted_groups(counts: Mapping[str, int]) -> dict[str, Any]:
-    """The value of `fleet.groups` for instances by type, as `--prefill 1 --decode 2` counts them.
+    """The value of `fleet.groups` for instances counted by type, as by `--prefill 1`.
 
     `counts`: by the value of an `InstanceType`; each is a group of that name without its ending.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServiceDemand:
-    """What waits of one service: prompt tokens that are not computed, and seconds that the oldest waits."""
+    """Tokens of one service that wait, and seconds that its oldest request waits."""
 
     num_tokens: int = 0
     oldest_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The section `fleet` of the configuration: which instances there are, and how requests get to them.
+"""The section `fleet` of the configuration: instances, and what joins them.
 
 A fleet file is a configuration file with this section. `control_plane/fleet_instances.py` makes a list of
 instances of it, each with a configuration of its own.

@@ -1,4 +1,4 @@
-"""Chips of a machine with their FLOP/s and bandwidth: from data sheets, or measured on them."""
+"""FLOP/s and bandwidth of a machine's chips, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sheet_of(model: str) -> DeviceSpec | None:
 def known_chips(
     topology: TopologyInfo, num_cores: Mapping[str, int], free_bytes: Mapping[str, int] | None = None
 ) -> list[ChipCapability]:
-    """Every accelerator and NUMA node with CPUs, with figures of its data sheet or assumed ones.
+    """Every accelerator and NUMA node, with figures of a data sheet or assumed ones.
 
     `num_cores`: physical cores that may be used, by CPU chip. `free_bytes`: by name, where it is known;
     otherwise all memory counts.
@@ -68,7 +68,7 @@ def _of_sheet(device: Device, size: int) -> tuple[float, float, str, int]:
 
 
 def measured_chips(chips: Iterable[ChipCapability]) -> list[ChipCapability]:
-    """The chips with what a second of reading memory and multiplying matrices reaches on each.
+    """The chips with what reading memory and multiplying matrices reach on each.
 
     Torch loads each chip's runtime in this process, so it must see them all. The CPU is measured once, with
     all threads of torch, and divided by the NUMA nodes.

@@ -1,4 +1,4 @@
-"""Measured figures of chips as a file, so that a fleet starts without measuring again."""
+"""Measured figures of chips as a file: a fleet starts without measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ChipPool`: gives the instances of a host chips and cores, and takes them back when an instance ends."""
+"""`ChipPool`: which instances of a host have which chips and cores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ChipPool:
         return len(self._reserved.free_cores())
 
     def assign(self, needs: Sequence[InstanceNeeds]) -> Assignment:
-        """Chips and cores for all of `needs` from what is free, at the least time of a mean request.
+        """Chips and cores for all of `needs`, with which a mean request takes least.
 
         Raises `CapacityError` if not all fit, and says what would; `ConfigError` for names that are taken.
         """
@@ -98,7 +98,7 @@ class ChipPool:
 
 
 class _Draft:
-    """One assignment while it is made: leases are added to a copy of the books."""
+    """One assignment while it is made, in a copy of the books."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Draft:
     # -- accelerators
 
     def place_exclusive(self) -> None:
-        """Whole chips: first which class of equal chips, then which of it, by their links."""
+        """Whole chips: which class of equal chips, then which of these by their links."""
         needs = self._those(lambda each: each.num_chips > 0 and each.is_exclusive)
         classes: dict[tuple[object, ...], list[ChipCapability]] = {}
         for chip in self.reserved.free_chips():
@@ -158,7 +158,7 @@ class _Draft:
         self.reserved.add(ChipLease(need.name, found.names, True, need.memory_bytes, own, bool(own)))
 
     def place_shared(self) -> None:
-        """A part of a chip each: the chip on which a request takes least, with all that are on it."""
+        """A part of a chip each, where a request then takes least."""
         for need in self._those(lambda each: each.num_chips > 0 and not each.is_exclusive):
             costs = {}
             for name, chip in self._chips.items():
@@ -174,7 +174,7 @@ class _Draft:
             self._explain(need, costs)
 
     def _own_cores(self, need: InstanceNeeds, chip: str) -> frozenset[Core]:
-        """Of free cores, those of the NUMA node that is nearest to the chip come first."""
+        """Free cores, those of the NUMA node nearest to the chip first."""
         node = host_node(self._topology, chip)
         free = sorted(self.reserved.free_cores(), key=lambda core: self._cores[core] != f"cpu:{node}")
         if len(free) < need.num_cores:
@@ -207,7 +207,9 @@ class _Draft:
             self._explain(each, {nodes[other].name: cost[other] for other in cost})
 
     def share_cores(self) -> None:
-        """Instances without cores of their own run on all cores that are left on their node, or elsewhere."""
+        """Give instances without cores of their own all that are left.
+
+        Those of their node, or of any where none is left there."""
         for need in self._those(lambda each: each.num_cores == 0):
             lease = self.reserved.leases[need.name]
             chip = lease.chips[0]
