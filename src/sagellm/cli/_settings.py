@@ -74,12 +74,12 @@ class Settings(OptionGroup):
         values |= {keys[name]: text for name, text in given.items()}
         return cls(**named, values=values)
 
-    def load(self, *, model: str | None = None) -> Resolved:
-        """The configuration with these options over all other layers."""
+    def load(self, *, model: str | None = None, more: Mapping[str, Any] | None = None) -> Resolved:
+        """The configuration with these options, and `more` values by key, over all other layers."""
         from sagellm.engines.build import load_config
 
-        more = {} if model is None else {"model.name": model}
-        values = {**self.values, **more}
+        named = {} if model is None else {"model.name": model}
+        values = {**self.values, **named, **(more or {})}
         return load_config(self.config_file, preset=self.preset, kv_preset=self.kv_preset, cli=values)
 
 

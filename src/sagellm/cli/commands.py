@@ -50,9 +50,9 @@ app.add(replay.replay, simulate.simulate, calibrate.calibrate, overlap.overlap, 
 app.add(verify.verify)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
-app.add_typer(fleet.app, name="fleet")
 app.add_typer(vllm.app, name="vllm")
 
 

@@ -2,16 +2,116 @@
 
 from __future__ import annotations
 
-from sagellm.cli._options import App
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+
+from sagellm.benchmarks.reporting import Table, print_tables
+from sagellm.cli._options import App, argument, command, flag
+from sagellm.cli.cache_server import DEFAULT_URL, base_url, refusal
 from sagellm.cli.fleet_chips import chips
 from sagellm.cli.fleet_manifests import manifests
+from sagellm.core.config_layers import env_name
+from sagellm.core.errors import ConfigError
+
+OPERATION_S = 3600.0
+_URL = flag("--url URL", f"The server; default: {DEFAULT_URL}.")
+_KEY = flag("--admin-key KEY", "Its admin key, or an API key for status; default: SAGELLM_SERVER_ADMIN_KEY.")
+_JSON = flag("--json", "Print JSON.", False)
+_NAME = argument("INSTANCE", "Its name in `status`.", ...)
+
+
+@command
+def status(url: str | None = _URL, key: str | None = _KEY, as_json: bool = _JSON) -> None:
+    """Show each instance: its state, load and faults."""
+    _show(_ask("GET", url, "/v1/fleet", key), as_json=as_json)
+
+
+@command
+def drain(
+    name: str = _NAME,
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Give an instance no new requests, and wait until it has none."""
+    _show(_ask("POST", url, "/v1/admin/fleet/drain", key, {"name": name}), as_json=as_json)
+
+
+@command
+def resume(
+    name: str = _NAME,
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Give a drained instance requests again."""
+    _show(_ask("POST", url, "/v1/admin/fleet/resume", key, {"name": name}), as_json=as_json)
+
+
+@command
+def restart(
+    name: str | None = argument("[INSTANCE]", "Its name in `status`; default: each in turn."),
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Drain an instance and start it again; no request is lost."""
+    body = {} if name is None else {"name": name}
+    _show(_ask("POST", url, "/v1/admin/fleet/restart", key, body), as_json=as_json)
+
+
+@command
+def scale(
+    group: str = argument("GROUP", "A group of the fleet file, or prefill, decode.", ...),
+    count: int = argument("COUNT", "How many instances it has then.", ..., min=0),
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Start instances of a group, or drain and end some."""
+    body = {"group": group, "count": count}
+    _show(_ask("POST", url, "/v1/admin/fleet/scale", key, body), as_json=as_json)
+
 
 app = App(help="The instances behind a running server.")
+app.add(status, drain, resume, restart, scale, chips, manifests)
 
 
-@app.callback()
-def _group() -> None:
-    """The instances behind a running server."""
+def _ask(
+    method: str, url: str | None, path: str, key: str | None, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answer of the server. Raises `ConfigError` with what it says."""
+    address, key = base_url(url) + path, key or os.environ.get(env_name("server.admin_key"))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx2.request(method, address, json=body, headers=headers, timeout=OPERATION_S)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ConfigError(f"no sageLLM server answers at {address}: {error}; name it with --url") from error
+    if answer.status_code != 200:
+        raise ConfigError(f"{address}: {refusal(answer)}")
+    found: dict[str, Any] = answer.json()
+    return found
 
 
-app.add(chips, manifests)
+def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, indent=2))
+        return
+    columns = ("instance", "type", "state", "pid", "requests", "placed", "KV in use", "busy", "lost", "fault")
+    rows = [
+        (
+            each["name"], each["type"], each["state"], str(each["pid"] or ""), str(each["num_requests"]),
+            str(each["num_placed"]), f"{each['kv_cache_usage']:.0%}", f"{each['utilization']:.0%}",
+            str(each["num_lost"]), each["fault"],
+        )
+        for each in status["instances"]
+    ]  # fmt: skip
+    print_tables([Table("Instances", columns, rows, num_names=3)])
+    print(
+        f"{status['num_requests']} requests, {status['num_queued']} of them wait for an instance; "
+        f"{status['num_retries']} were begun again"
+    )

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command, flag
 from sagellm.cli._settings import ServerSettings
 from sagellm.cli.run import EXIT_INTERRUPTED
-from sagellm.core.errors import MissingExtraError
+from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
+from sagellm.core.log_lines import set_up_logging
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
+    from sagellm.core.config_layers import Resolved
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -27,14 +30,22 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @command
 def serve(
     record_trace: Path | None = flag("--record-trace FILE", "Record requests, as ids of their blocks."),
+    prefill: int | None = flag("--prefill N", "A fleet: N instances that compute prompts.", min=1),
+    decode: int | None = flag("--decode N", "A fleet: N instances that go on from there.", min=1),
     *,
     model: Model,
     settings: ServerSettings,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
-    config = settings.load(model=model.name).config
+    resolved = settings.load(model=model.name, more=_counted(prefill, decode))
+    config = resolved.config
     if any(find_spec(package) is None for package in NEEDED):
         raise MissingExtraError("the HTTP server", "serve")
+    if config.fleet.groups:
+        if record_trace is not None:
+            raise ConfigError("--record-trace: a fleet records no trace yet; serve one engine for that")
+        _serve_fleet(resolved)
+        return
     from sagellm import serving
     from sagellm.benchmarks.traces.recorder import TraceRecorder
 
@@ -59,6 +70,40 @@ def serve(
         print("sagellm: ended at once by Ctrl-C", file=sys.stderr)
         # Python's own end would crash a thread that is within a step of the engine
         os._exit(EXIT_INTERRUPTED)
+
+
+def _counted(prefill: int | None, decode: int | None) -> dict[str, Any]:
+    """The fleet's groups that `--prefill` and `--decode` count."""
+    from sagellm.control_plane.fleet_instances import counted_groups
+
+    given = {"prefilling": prefill, "decoding": decode}
+    counts = {word: count for word, count in given.items() if count is not None}
+    return {"fleet.groups": counted_groups(counts)} if counts else {}
+
+
+def _serve_fleet(resolved: Resolved) -> None:
+    """Serve by several processes until a signal; a second Ctrl-C ends them at once."""
+    from sagellm.control_plane.fleet_instances import check_groups
+    from sagellm.serving.fleet.supervisor import Supervisor
+    from sagellm.serving.server import bind
+
+    config = resolved.config
+    check_groups(resolved)
+    set_up_logging(config.log.level, config.log.format)
+    with bind(config.server.host, config.server.port) as listener:
+        supervisor = Supervisor(resolved, listener)
+
+        def end(signal_number: int, _frame: object) -> None:
+            if supervisor.stopping and signal_number == signal.SIGINT:
+                os._exit(EXIT_INTERRUPTED)  # its processes end with it
+            supervisor.stop()
+
+        before = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            supervisor.run()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
 
 @contextmanager

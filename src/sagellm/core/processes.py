@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,13 +40,14 @@ class Role:
     """What one child does: `entry(options, inbox)`.
 
     `name` is in its log lines and in errors. `options` go through JSON. `environment` is added to the
-    parent's.
+    parent's. `files`: open files of the parent that the child has too, under the same numbers.
     """
 
     name: str
     entry: str
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,6 +135,21 @@ class ProcessGroup:
         self._ended.set()  # nothing waits for a failure any longer
         self._end(grace_s)
 
+    def ask_to_end(self, message: bytes, within_s: float) -> None:
+        """Send a message at which each child ends, and wait so long for it; then `close`."""
+        with self._lock:
+            if self._closing:
+                return
+        with suppress(OSError, ValueError, EngineFailedError):
+            self.send(message)
+        with self._lock:
+            self._closing = True
+        until_s = time.monotonic() + within_s
+        for child in self._children:
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until_s - time.monotonic()))
+        self.close()
+
     def _watch(self, child: _Child) -> None:
         """Wait for the child's end. If it comes unasked, end the others."""
         code = child.process.wait()
@@ -171,6 +188,7 @@ def _started(role: Role) -> _Child:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**child_environment(), **role.environment},
+        pass_fds=role.files,
     )
     last_lines: deque[str] = deque(maxlen=20)
     reader = threading.Thread(

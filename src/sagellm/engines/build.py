@@ -68,11 +68,11 @@ def located(config: Config) -> Config:
 
     Fetches the model if it is not there, and raises as `native.from_config.model_source` does.
     """
-    from sagellm.engines.native.from_config import model_source
-
     model = config.model
     if model.name is None:
         return config
+    from sagellm.engines.native.from_config import model_source
+
     found = {"name": str(model_source(config)), "served_name": model.served_name or model.name}
     return config.model_copy(update={"model": model.model_copy(update=found)})
 

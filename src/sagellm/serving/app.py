@@ -24,6 +24,7 @@ from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, RequestLog
 from sagellm.serving.admin import AdminRoutes, SchedulingInUse
 from sagellm.serving.explain import ExplainRoutes
+from sagellm.serving.fleet.routes import FleetRoutes, Lifecycle
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import GenerationRoutes
 from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_OPERATORS, document
@@ -47,12 +48,14 @@ def create_app(
     log_requests: bool = True,
     clock: Clock | None = None,
     wall_clock: Callable[[], float] = time.time,
+    lifecycle: Lifecycle | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine loop; the caller closes the `llm` afterwards.
 
     `settings`: the keys of clients and operators, and the limits of a request, a client and a connection.
     `config`: what the `llm` was built from, if from one; /v1/admin shows its policy and strategy.
     `model_name`: the model's name for clients.
+    `lifecycle`: what starts and ends the instances of a fleet, if this server has one.
     A shutdown waits `stop_timeout_s` for the step that runs. `log_requests`: a line each in `sagellm.access`.
     Raises `ConfigError` for unsafe keys.
     """
@@ -81,7 +84,7 @@ def create_app(
         )
     app.add_middleware(AccessLog, request_log=request_log)
     reader = RequestReader(settings, model_name or llm.model_name)
-    _add_routes(app, _handlers(gateway, reader, config, wall_clock), keys, settings.admin_key)
+    _add_routes(app, _handlers(gateway, reader, config, wall_clock, lifecycle), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
     app.openapi = cache(described)  # type: ignore[method-assign] # in place of FastAPI's
     return app
@@ -172,13 +175,18 @@ class OtherRoutes:
 
 
 def _handlers(
-    gateway: Gateway, reader: RequestReader, config: Config | None, wall_clock: Callable[[], float]
+    gateway: Gateway,
+    reader: RequestReader,
+    config: Config | None,
+    wall_clock: Callable[[], float],
+    lifecycle: Lifecycle | None,
 ) -> dict[tuple[str, str], Handler]:
     """What answers each route of `ENDPOINTS`."""
     encoder = PromptEncoder(gateway.llm)
     generation = GenerationRoutes(gateway, reader, encoder, wall_clock)
     admin = AdminRoutes(gateway, reader, encoder, SchedulingInUse.of(config))
     explanation = ExplainRoutes(gateway, reader, encoder)
+    fleet = FleetRoutes(gateway, reader, (config or Config()).fleet, lifecycle)
     others = OtherRoutes(gateway, reader, encoder, int(wall_clock()))
     return {
         ("GET", "/health"): others.health,
@@ -200,6 +208,11 @@ def _handlers(
         ("PUT", "/v1/admin/eviction_policy"): admin.set_policy,
         ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
         ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
+        ("GET", "/v1/fleet"): fleet.status,
+        ("POST", "/v1/admin/fleet/drain"): fleet.drain,
+        ("POST", "/v1/admin/fleet/resume"): fleet.resume,
+        ("POST", "/v1/admin/fleet/restart"): fleet.restart,
+        ("POST", "/v1/admin/fleet/scale"): fleet.scale,
         ("POST", "/reset_prefix_cache"): admin.clear_cache,
         ("POST", "/flush_cache"): admin.clear_cache,
     }

@@ -87,7 +87,7 @@ class EngineLoop:
                 return Refused(request_id, error)
             return None
 
-        self._commands.put(submit)
+        self._queue(submit)
 
     def abort(self, request_id: str) -> None:
         """Drop a request before the next step. A delta of the step that runs may still come."""
@@ -95,7 +95,7 @@ class EngineLoop:
         def abort() -> None:
             self._llm.abort(request_id)
 
-        self._commands.put(abort)
+        self._queue(abort)
 
     def call(self, do: Callable[[LLM], object], answer: asyncio.Future[Any]) -> None:
         """Call `do`; an `Answered` follows. An exception that is no `SageError` becomes a `CallError`."""
@@ -110,7 +110,7 @@ class EngineLoop:
                 what = f"{type(error).__name__} within the engine, which goes on"
                 return Answered(answer, error=CallError(f"internal error: {what}; the log has the details"))
 
-        self._commands.put(call)
+        self._queue(call)
 
     def request_stop(self) -> None:
         """End the thread after the step that runs. A step that never ends dies with the process."""
@@ -118,7 +118,11 @@ class EngineLoop:
         def stop() -> None:
             self._stopping = True
 
-        self._commands.put(stop)
+        self._queue(stop)
+
+    def _queue(self, command: Command) -> None:
+        self._commands.put(command)
+        self._llm.engine.wake()
 
     def _run(self) -> None:
         try:

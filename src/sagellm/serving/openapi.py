@@ -30,6 +30,7 @@ from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.explain import ExplainRequest
+from sagellm.serving.fleet.routes import FleetStatus, InstanceRequest, ScaleRequest
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
@@ -40,6 +41,8 @@ JSON = "application/json"
 REFERENCE = "#/components/schemas/{model}"
 RUNNING = (429, 500, 503)
 """Statuses of requests that the engine serves."""
+FLEET = (404, 409, *RUNNING)
+"""Statuses of what is done with the instances of a fleet."""
 
 NULL: Schema = {"type": "null"}
 TEXT: Schema = {"type": "string", "minLength": 1}
@@ -126,6 +129,7 @@ FOR_CLIENTS: Endpoints = {
         },
         statuses=RUNNING,
     ),
+    ("GET", "/v1/fleet"): Endpoint("The instances behind this server", FleetStatus, statuses=(404, *RUNNING)),
     ("POST", "/v1/kv/explain"): Endpoint(
         "What the KV cache knows of a prompt, span by span",
         cache_facts.Explanation,
@@ -181,6 +185,34 @@ FOR_OPERATORS: Endpoints = {
         StrategyRequest,
         StrategyRequest,
         examples={"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
+    ),
+    ("POST", "/v1/admin/fleet/drain"): Endpoint(
+        "Give an instance no new requests, and wait until it has none",
+        FleetStatus,
+        InstanceRequest,
+        examples={"one": {"name": "decode-0"}},
+        statuses=FLEET,
+    ),
+    ("POST", "/v1/admin/fleet/resume"): Endpoint(
+        "Give a drained instance requests again",
+        FleetStatus,
+        InstanceRequest,
+        examples={"one": {"name": "decode-0"}},
+        statuses=FLEET,
+    ),
+    ("POST", "/v1/admin/fleet/restart"): Endpoint(
+        "Drain an instance and start it again; without a name, each in turn",
+        FleetStatus,
+        InstanceRequest,
+        examples={"one": {"name": "decode-0"}, "each": {}},
+        statuses=FLEET,
+    ),
+    ("POST", "/v1/admin/fleet/scale"): Endpoint(
+        "Start or end instances of a group",
+        FleetStatus,
+        ScaleRequest,
+        examples={"three": {"group": "decode", "count": 3}},
+        statuses=FLEET,
     ),
     ("POST", "/reset_prefix_cache"): Endpoint(
         "Clear the prefix cache", answers.CacheCleared, statuses=(400,), flags=CLEARING

@@ -187,25 +187,12 @@ class EngineCore(Protocol):
     def tier_faults(self) -> Sequence[str]:
         """The KV tiers that are not used now, and why. For any thread."""
 
+    def wake(self) -> None:
+        """End a `step` that waits for others. For any thread."""
+
     def diagnostics(self) -> EngineDiagnostics:
         """Gather the diagnostics between two steps; looks at every block."""
 
     def capability(self) -> CapabilityDescriptor: ...
 
     def close(self) -> None: ...
-
-
-class EngineClient(Protocol):
-    """An engine instance as the control plane sees it. It may run in another process."""
-
-    @property
-    def instance_id(self) -> str: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def poll(self) -> Sequence[RequestOutput]:
-        """Outputs since the last call; never blocks."""
-
-    def abort(self, request_id: str) -> None: ...
-
-    def capability(self) -> CapabilityDescriptor: ...

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
-from sagellm.core.errors import ConfigError, MissingExtraError
-from sagellm.core.files import read_text
+from sagellm.core.errors import MissingExtraError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.registry import registry
 from sagellm.engines.native import DEMO_MODEL
@@ -30,6 +29,7 @@ try:
     from sagellm.engines.native.recorded_steps import cuda_capture
     from sagellm.engines.native.tokenizer import Tokenizer
     from sagellm.engines.native.tokenizer_files import tokenizer_file
+    from sagellm.engines.native.tokenizer_of import tokenizer_of
 except ImportError as error:
     raise MissingExtraError("running a model", "native") from error
 
@@ -131,26 +131,8 @@ def model_source(config: Config) -> Path:
 
 
 def read_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the configured model; raises `ModelError`.
-
-    Its chat template is the configured one, or else the model's.
-    """
-    return Tokenizer.from_folder(
-        model_source(config),
-        chat_template=_chat_template(config),
-        special_in_messages=config.model.special_tokens_in_messages,
-    )
-
-
-def _chat_template(config: Config) -> str | None:
-    path = config.model.chat_template
-    try:
-        return None if path is None else read_text(Path(path).expanduser())
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ConfigError(
-            f"model.chat_template: {path} cannot be read ({reason}): give a Jinja file"
-        ) from error
+    """The tokenizer of the configured model, which is fetched if need be; raises `ModelError`."""
+    return tokenizer_of(config, model_source(config))
 
 
 def model_footprint(config: Config) -> Footprint:

@@ -15,7 +15,6 @@ logits: 13 us against 170).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,12 +45,6 @@ def splitmix64(state: int) -> int:
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) from `seed` and `position` alone; 53 random bits."""
     return (splitmix64(splitmix64(seed & _MASK64) ^ position) >> 11) * 2.0**-53
-
-
-def request_seed(engine_seed: int, request_id: str) -> int:
-    """The seed of a request without one: equal in every process, unlike `hash`."""
-    digest = hashlib.blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""A fleet: several engine instances behind one `EngineCore`."""

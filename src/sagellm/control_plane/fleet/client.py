@@ -1,0 +1,358 @@
+"""`RemoteInstance`, the `EngineClient` of an instance in another process; `Instances` waits for all.
+
+    silent --connect--> greeting --Welcome--> connected --+
+      ^                                                    |  the connection ends, or the instance is silent
+      +--------------------- backoff <--------------------+
+
+ZeroMQ would reconnect by itself, and then deliver to a new process what was meant for the one before. So each
+connection has a socket of its own, which is closed when it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.fleet.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Abort,
+    AddPeer,
+    AlivePing,
+    Call,
+    CallAnswer,
+    Changes,
+    FromFront,
+    HandedOver,
+    Hello,
+    Load,
+    LosePeer,
+    MessageError,
+    Outputs,
+    Refusal,
+    Submit,
+    Welcome,
+    encode,
+    error_of,
+    facts_of,
+    from_instance,
+    output_of,
+    result_of,
+)
+from sagellm.control_plane.kv_events._doorbell import Doorbell
+from sagellm.core.clock import Clock
+from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.protocols.fleet import (
+    Answer,
+    Connected,
+    HandOver,
+    InstanceEvent,
+    InstanceFacts,
+    KVChanges,
+    Lost,
+    Refused,
+)
+from sagellm.core.types import Request
+
+log = logging.getLogger("sagellm.fleet")
+HEARTBEAT_MS, SILENCE_MS = 500, 2000
+"""ZeroMQ's own heartbeats, which a thread of its library answers also while an instance computes."""
+CONNECT_S = 1.0
+"""A connection is made within this time, or another try begins."""
+GREETING_S = 5.0
+"""A process that accepts a connection says `Welcome` within this time, unless it computes."""
+PING_S = 0.5
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
+_ENDS: dict[int, str] = {
+    zmq.EVENT_CLOSED: "nothing listens there",
+    zmq.EVENT_CONNECT_RETRIED: "nothing listens there",
+    zmq.EVENT_DISCONNECTED: "its connection has ended",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: it has another key, or is no instance",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: it is no instance, or has no key",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake failed: it has another key",
+}
+_WATCHED = sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+class RemoteInstance:
+    """Implements `EngineClient` over ZeroMQ. Made by `Instances.add`; for one thread.
+
+    Between two tries to connect it waits longer each time, up to `LONGEST_BACKOFF_S`.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        endpoint: str,
+        key: FleetKey,
+        context: zmq.SyncContext,
+        clock: Clock,
+        *,
+        lease_s: float,
+        takes_over: bool,
+    ) -> None:
+        self._id, self.endpoint, self._key = instance_id, endpoint, key
+        self._context, self._clock, self._lease_s, self._takes_over = context, clock, lease_s, takes_over
+        self._facts: InstanceFacts | None = None
+        self._events: list[InstanceEvent] = []
+        self._calls: dict[int, str] = {}
+        self._call_ids = itertools.count(1)
+        self._socket: zmq.SyncSocket | None = None
+        self._monitor: zmq.SyncSocket | None = None
+        self._since_s = self._pinged_s = clock.now()
+        self._retry_s = 0.0
+        self._backoff_s = FIRST_BACKOFF_S
+        self._has_handshake = False
+        self.fault = "it has not been reached yet"
+        """Why it is not connected; empty while it is."""
+
+    @property
+    def instance_id(self) -> str:
+        return self._id
+
+    @property
+    def facts(self) -> InstanceFacts | None:
+        return self._facts
+
+    @property
+    def sockets(self) -> tuple[zmq.SyncSocket, ...]:
+        """What to wait for."""
+        return () if self._socket is None or self._monitor is None else (self._socket, self._monitor)
+
+    @property
+    def next_tick_s(self) -> float:
+        """When `tick` has something to do."""
+        if self._socket is None:
+            return self._retry_s
+        return self._pinged_s + PING_S
+
+    def submit(
+        self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
+    ) -> None:
+        self._post(Submit(request, hand_over, onward))
+
+    def abort(self, request_id: str) -> None:
+        self._post(Abort(request_id))
+
+    def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
+        call_id = next(self._call_ids)
+        if self._facts is None:
+            self._events.append(
+                Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
+            )
+        else:
+            self._calls[call_id] = name
+            self._post(Call(call_id, name, encode(tuple(arguments))))
+        return call_id
+
+    def add_peer(self, facts: InstanceFacts) -> None:
+        self._post(AddPeer(facts))
+
+    def lose_peer(self, instance_id: str) -> None:
+        self._post(LosePeer(instance_id))
+
+    def poll(self) -> Sequence[InstanceEvent]:
+        self._read()
+        self._look()
+        events, self._events = self._events, []
+        return events
+
+    def tick(self) -> None:
+        """Connect again, say that this front lives, or give up a greeting that is not answered."""
+        now_s = self._clock.now()
+        if self._socket is None:
+            if now_s >= self._retry_s:
+                self._connect()
+        elif now_s >= self._pinged_s + PING_S:
+            self._pinged_s = now_s
+            if self._facts is not None:
+                self._send(AlivePing())
+            elif now_s > self._since_s + (GREETING_S if self._has_handshake else CONNECT_S):
+                self._end("it has not answered" if self._has_handshake else "no connection in time")
+
+    def close(self) -> None:
+        self._drop_socket()
+        self._facts = None
+
+    def _connect(self) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        self._key.secure_client(socket)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.RCVHWM, 0), (zmq.SNDHWM, 0), (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
+            (zmq.RECONNECT_IVL, -1), (zmq.IPV6, int("[" in self.endpoint)),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
+        self._monitor = socket.get_monitor_socket(_WATCHED)
+        self._socket, self._has_handshake = socket, False
+        self._since_s = self._pinged_s = self._clock.now()
+        try:
+            socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self._drop_socket()
+            raise ConfigError(
+                f"{self._id}: {self.endpoint!r} is no endpoint ({error.strerror}): 'tcp://host:port' or "
+                "'ipc://path'"
+            ) from error
+
+    def _post(self, message: FromFront) -> None:
+        if self._facts is not None:
+            self._send(message)
+
+    def _send(self, message: FromFront) -> None:
+        assert self._socket is not None
+        with suppress(zmq.Again):  # the connection has just ended, as the monitor will say
+            self._socket.send(encode(message), zmq.NOBLOCK)
+
+    def _read(self) -> None:
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(data)
+            except MessageError as error:
+                self._end(str(error))
+
+    def _take(self, data: bytes) -> None:
+        message = from_instance(data)
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif self._facts is None:
+            return
+        else:
+            self._events += self._events_of(message)
+
+    def _events_of(self, message: object) -> Sequence[InstanceEvent]:
+        match message:
+            case Outputs(outputs):
+                return [output_of(output) for output in outputs]
+            case Load(instance):
+                return [instance]
+            case HandedOver(reports):
+                return reports
+            case Changes(changes, is_complete):
+                return [KVChanges([change.event for change in changes], is_complete)]
+            case Refusal(request_id, error):
+                return [Refused(request_id, error_of(error))]
+            case CallAnswer(call_id, result, fault):
+                name = self._calls.pop(call_id, None)
+                if name is not None and fault is not None:
+                    return [Answer(call_id, error=error_of(fault))]
+                if name is not None:
+                    return [Answer(call_id, result_of(name, result))]
+        return []
+
+    def _welcome(self, message: Welcome) -> None:
+        if message.protocol != PROTOCOL:
+            self._end(
+                f"it speaks protocol {message.protocol}, this front {PROTOCOL}: run one version of sageLLM"
+            )
+            return
+        facts = facts_of(message)
+        if facts.instance_id != self._id:
+            self._end(f"{facts.instance_id!r} answers at {self.endpoint}: the fleet file is wrong")
+            return
+        self._facts, self.fault, self._backoff_s = facts, "", FIRST_BACKOFF_S
+        self._events.append(Connected(facts))
+
+    def _look(self) -> None:
+        """Take in what has happened to the connection."""
+        while self._monitor is not None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._has_handshake = True
+                self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
+            elif event in _ENDS:
+                unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
+                self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])
+
+    def _end(self, reason: str) -> None:
+        """The connection is over; the next one begins after a pause."""
+        self._drop_socket()
+        if reason != self.fault:
+            log.warning("%s at %s is not connected: %s", self._id, self.endpoint, reason)
+        self.fault = reason
+        self._retry_s = self._clock.now() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
+        for call_id in self._calls:
+            self._events.append(Answer(call_id, error=SageError(f"{self._id}: {reason}")))
+        self._calls.clear()
+        if self._facts is not None:
+            self._facts = None
+            self._events.append(Lost(reason))
+
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._socket = self._monitor = None
+
+
+class Instances:
+    """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
+
+    def __init__(
+        self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True
+    ) -> None:
+        self._key, self._clock, self._lease_s, self._takes_over = key, clock, lease_s, takes_over
+        self._context = zmq.Context()
+        self._bell = Doorbell()
+        self._known: dict[str, RemoteInstance] = {}
+
+    def add(self, instance_id: str, endpoint: str) -> RemoteInstance:
+        """Know one more. If it is known at another endpoint, that one is given up."""
+        former = self._known.get(instance_id)
+        if former is not None:
+            former.close()
+        made = RemoteInstance(
+            instance_id, endpoint, self._key, self._context, self._clock,
+            lease_s=self._lease_s, takes_over=self._takes_over,
+        )  # fmt: skip
+        self._known[instance_id] = made
+        return made
+
+    def endpoint_of(self, instance_id: str) -> str:
+        return self._known[instance_id].endpoint
+
+    def remove(self, instance_id: str) -> None:
+        self._known.pop(instance_id).close()
+
+    def wait(self, timeout_s: float) -> list[RemoteInstance]:
+        """Those with something to `poll`, after at most this time. Also does what is due."""
+        poller, by_socket = zmq.Poller(), {}
+        now_s = self._clock.now()
+        for instance in self._known.values():
+            instance.tick()
+            timeout_s = min(timeout_s, max(0.0, instance.next_tick_s - now_s))
+            for socket in instance.sockets:
+                poller.register(socket, zmq.POLLIN)
+                by_socket[socket] = instance
+        bell = self._bell.fileno()
+        poller.register(bell, zmq.POLLIN)
+        ready = poller.poll(round(timeout_s * 1000))
+        if any(each == bell for each, _ in ready):
+            self._bell.hush()
+        found = {by_socket[each].instance_id: by_socket[each] for each, _ in ready if each in by_socket}
+        return list(found.values())
+
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._bell.ring()
+
+    def close(self) -> None:
+        for instance in self._known.values():
+            instance.close()
+        self._known.clear()
+        self._context.term()
+        self._bell.close()

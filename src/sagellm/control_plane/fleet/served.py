@@ -1,0 +1,158 @@
+"""`ServedRequests`: what a front has promised, and where it is being computed.
+
+    add -> waits --place--> placed: attempt n on one instance, or on two --end--> gone
+             ^                 |
+             +---- retry ------+   an instance is lost: attempt n+1 goes on behind the tokens that were sent
+
+An instance knows a request by the name of its attempt. What an earlier attempt still says has no request any
+more, and is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.router import Placement, RequestMetadata
+from sagellm.core.types import Request
+
+_MARK = "~"
+"""Between a request's id and the number of its attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request of a client. `generated`: what has been handed out of its answer.
+
+    `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
+    """
+
+    request: Request
+    attempt: int = 0
+    generated: list[int] = field(default_factory=list)
+    placement: Placement | None = None
+    num_retries: int = 0
+    queued_since_s: float = 0.0
+    first_token_s: float | None = None
+    reason: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.request.request_id}{_MARK}{self.attempt}"
+
+    @property
+    def instances(self) -> set[str]:
+        """Where its attempt is, or may be soon."""
+        return set() if self.placement is None else {self.placement.prefill, self.placement.decode}
+
+    @property
+    def current(self) -> Request:
+        """What an instance is asked to compute now."""
+        return replace(self.request, request_id=self.attempt_id, generated=tuple(self.generated))
+
+    def metadata(self, now_s: float) -> RequestMetadata:
+        request, goal_s = self.request, self.request.slo.ttft_s
+        slack_s = None if goal_s is None or self.generated else goal_s - (now_s - request.arrival_s)
+        return RequestMetadata(
+            request.request_id,
+            request.tokens,
+            request.namespace,
+            len(request.tokens) + (request.params.max_tokens or 0),
+            request.slo,
+            slack_s,
+            request.priority,
+            request.session_id,
+            len(self.generated),
+        )
+
+
+class ServedRequests:
+    """The requests by id, by attempt and by instance. `waiting`: those without a placement."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Served] = {}
+        self._by_id: dict[str, Served] = {}
+        self._by_attempt: dict[str, Served] = {}
+        self._by_instance: dict[str, dict[str, Served]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def add(self, served: Served) -> None:
+        self._by_id[served.request_id] = served
+        self.waiting[served.request_id] = served
+
+    def get(self, request_id: str) -> Served | None:
+        return self._by_id.get(request_id)
+
+    def of_attempt(self, attempt_id: str) -> Served | None:
+        """None: the attempt is over."""
+        return self._by_attempt.get(attempt_id)
+
+    def on(self, instance_id: str) -> list[Served]:
+        """Those whose attempt is there."""
+        return list(self._by_instance.get(instance_id, {}).values())
+
+    def num_on(self, instance_id: str) -> int:
+        return len(self._by_instance.get(instance_id, ()))
+
+    def place(self, served: Served, placement: Placement) -> None:
+        """The attempt begins."""
+        del self.waiting[served.request_id]
+        served.placement = placement
+        self._by_attempt[served.attempt_id] = served
+        for instance_id in served.instances:
+            self._by_instance.setdefault(instance_id, {})[served.request_id] = served
+
+    def leave_prefill(self, served: Served) -> None:
+        """The prefill instance has drawn its token: if it is lost, the attempt goes on."""
+        placement = served.placement
+        if placement is not None and placement.is_separated:
+            del self._by_instance[placement.prefill][served.request_id]
+            served.placement = replace(placement, prefill=placement.decode)
+
+    def retry(self, served: Served, now_s: float, reason: str) -> None:
+        """The attempt is over; the request waits again."""
+        self._end_attempt(served)
+        served.attempt += 1
+        served.num_retries += 1
+        served.queued_since_s, served.reason = now_s, reason
+        self.waiting[served.request_id] = served
+
+    def end(self, request_id: str) -> Served | None:
+        """The request is answered or dropped. None if it is unknown."""
+        served = self._by_id.pop(request_id, None)
+        if served is not None:
+            self.waiting.pop(request_id, None)
+            self._end_attempt(served)
+        return served
+
+    def all(self) -> Iterable[Served]:
+        return list(self._by_id.values())
+
+    def _end_attempt(self, served: Served) -> None:
+        self._by_attempt.pop(served.attempt_id, None)
+        for instance_id in served.instances:
+            self._by_instance.get(instance_id, {}).pop(served.request_id, None)
+        served.placement = None
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` unless each request waits, or has one attempt where it says."""
+        for served in self._by_id.values():
+            waits = served.request_id in self.waiting
+            if waits is not (served.placement is None):
+                raise BookkeepingError(f"{served.request_id} waits and is placed, or neither")
+            if waits is (self._by_attempt.get(served.attempt_id) is served):
+                raise BookkeepingError(f"{served.attempt_id}: its attempt is known and it waits, or neither")
+        pairs = {(name, id(served)) for name, own in self._by_instance.items() for served in own.values()}
+        placed = {(name, id(served)) for served in self._by_id.values() for name in served.instances}
+        if pairs != placed or len(self._by_attempt) + len(self.waiting) != len(self._by_id):
+            raise BookkeepingError(f"{len(pairs)} requests are known at instances, {len(placed)} name them")

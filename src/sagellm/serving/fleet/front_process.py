@@ -1,0 +1,137 @@
+"""The process of the front: the HTTP server over a `FleetEngine`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sagellm.control_plane.admission import AdmissionController
+from sagellm.control_plane.fleet.client import Instances
+from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
+from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.router import make_router
+from sagellm.control_plane.router.prefix_index import PrefixIndex
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import Config
+from sagellm.core.fleet_config import FleetConfig
+from sagellm.core.protocols.router import Router
+from sagellm.core.registry import registry
+from sagellm.engines.build import located
+from sagellm.engines.llm import LLM
+from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
+from sagellm.engines.native.tokenizer_of import tokenizer_of
+from sagellm.engines.validation import check_request
+from sagellm.serving.server import serve
+
+if TYPE_CHECKING:
+    from sagellm.core.child_process import Inbox
+
+log = logging.getLogger("sagellm.fleet")
+
+
+class SupervisorLink:
+    """Implements `Lifecycle` by commands to the supervisor, a JSON line each."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "wb", buffering=0)
+
+    def restart(self, name: str) -> None:
+        self._send({"command": "restart", "name": name})
+
+    def start(self, group: str, number: int) -> None:
+        self._send({"command": "start", "group": group, "number": number})
+
+    def end(self, name: str) -> None:
+        self._send({"command": "end", "name": name})
+
+    def _send(self, command: Mapping[str, object]) -> None:
+        self._pipe.write(json.dumps(command).encode() + b"\n")
+
+
+def run(options: Mapping[str, Any], inbox: Inbox) -> None:
+    """The entry of a child process. `options`: `config`, `key`, `listener` and `commands` (file numbers),
+    and `instances`: endpoint by name. Ends with the inbox, or after the message "stop"."""
+    config = Config.model_validate(options["config"])
+    if config.model.name is not None and not Path(config.model.name).is_dir():
+        config = located(config)  # a name of the hub; torch is imported for it
+    fleet = config.fleet
+    clock = MonotonicClock()
+    instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s)
+    engine = FleetEngine(
+        instances,
+        _router(fleet, clock),
+        PrefixIndex(clock),
+        _check,
+        clock=clock,
+        admission=AdmissionController({"name": fleet.admission, **fleet.admission_options}, clock=clock),
+        policy=FleetPolicy(
+            hand_over_lease_s=fleet.handover_lease_s,
+            on_failure=fleet.handover_policy,
+            seed=config.engine.seed,
+        ),
+    )
+    apply = partial(_apply, engine, instances)
+    apply(options["instances"])
+    listener = socket.socket(fileno=options["listener"])
+    tokenizer = tokenizer_of(config, Path(config.model.name or DEMO_MODEL))
+    threading.Thread(target=_listen, args=(inbox, engine, apply), name="lifeline", daemon=True).start()
+    engine.wait_until_ready(fleet.start_timeout_s)
+    llm = LLM(
+        engine,
+        tokenizer,
+        model_name=config.model.served_name or config.model.name or DEMO_NAME,
+        max_model_len=engine.max_model_len,
+        defaults=tokenizer.default_sampling,
+    )
+    log.info("the fleet is complete: %s", ", ".join(engine.members))
+    serve(
+        llm,
+        config.server,
+        listener=listener,
+        log_level=config.log.level,
+        log_format=config.log.format,
+        log_requests=config.log.requests,
+        config=config,
+        lifecycle=SupervisorLink(options["commands"]),
+    )
+
+
+def _router(fleet: FleetConfig, clock: Clock) -> Router:
+    """The configured router. `fleet.separation` goes to one that separates."""
+    options = {"name": fleet.router, **fleet.router_options}
+    if "separation" in registry("router").options(fleet.router):
+        options["separation"] = {"name": fleet.separation, **fleet.separation_options}
+    return make_router(options, clock)
+
+
+def _check(request: Any, capability: Any, max_model_len: int) -> None:
+    check_request(request, capability, max_model_len, capability.num_blocks * capability.block_size)
+
+
+def _apply(engine: FleetEngine, instances: Instances, endpoints: Mapping[str, str]) -> None:
+    """Know these instances and no others."""
+    for name in [name for name in engine.members if name not in endpoints]:
+        engine.forget(name)
+        instances.remove(name)
+    for name, endpoint in endpoints.items():
+        if name not in engine.members or instances.endpoint_of(name) != endpoint:
+            engine.know(instances.add(name, endpoint))
+
+
+def _listen(inbox: Inbox, engine: FleetEngine, apply: Any) -> None:
+    """Carry out what the supervisor says. At its end this process drains as after SIGTERM."""
+    while (message := inbox.get()) is not None:
+        told = json.loads(message)
+        if "instances" in told:
+            engine.call_soon(partial(apply, told["instances"]))
+        elif told.get("stop"):
+            break
+    signal.raise_signal(signal.SIGTERM)

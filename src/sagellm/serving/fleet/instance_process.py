@@ -1,0 +1,86 @@
+"""The process of one instance: an engine, and the server around it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
+from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
+from sagellm.control_plane.fleet.instance_server import InstanceServer
+from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.core.config import Config
+from sagellm.core.errors import ConfigError
+from sagellm.core.events import EventBus
+from sagellm.core.protocols.kv_transfer import TransportEngine
+from sagellm.core.protocols.router import InstanceType
+from sagellm.engines.build import build_engine, located, replace_strategy
+from sagellm.engines.build_kv import replace_policy
+from sagellm.engines.build_transfers import build_transfers
+from sagellm.engines.engine import Engine
+from sagellm.engines.hand_over import HandOvers
+
+if TYPE_CHECKING:
+    from sagellm.core.child_process import Inbox
+
+log = logging.getLogger("sagellm.fleet")
+
+
+def run(options: Mapping[str, Any], inbox: Inbox) -> None:
+    """The entry of a child process: serve until the parent closes the inbox or is gone."""
+    server = instance_server(options)
+    threading.Thread(target=_stop_at_end, args=(inbox, server), name="lifeline", daemon=True).start()
+    try:
+        server.run()
+    finally:
+        server.close()
+        if server.hand_overs is not None:
+            server.hand_overs.close()
+        server.engine.close()
+
+
+def instance_server(options: Mapping[str, Any]) -> InstanceServer:
+    """The server of one instance. `options`: `name`, `kind`, `endpoint`, `key`, `config`, `host`.
+
+    `host`: where its KV is reached by TCP; empty: by shared memory, from this host alone.
+    """
+    name, key, config = options["name"], FleetKey(options["key"]), Config.model_validate(options["config"])
+    events = EventBus()
+    engine = build_engine(located(config), events=events)
+    hand_overs = _hand_overs(engine, name, key, options.get("host", ""))
+    server = InstanceServer(
+        name,
+        engine,
+        options["endpoint"],
+        key,
+        max_model_len=engine.max_model_len,
+        kind=InstanceType(options["kind"]),
+        events=events,
+        hand_overs=hand_overs,
+        transfers=b"" if hand_overs is None else hand_overs.transfers.channel.metadata(),
+        actions={
+            "set_policy": lambda policy, given: replace_policy(engine, policy, **given),
+            "set_strategy": lambda strategy, given: replace_strategy(engine, strategy, **given),
+        },
+    )
+    log.info("%s is at %s", name, server.endpoint)
+    return server
+
+
+def _hand_overs(engine: Engine, name: str, key: FleetKey, host: str) -> HandOvers | None:
+    """None where the engine's KV cannot be sent; one line says why."""
+    transport: TransportEngine
+    transport = TcpTransport(key.text.encode(), host, 0) if host else SharedMemoryTransport(key.text.encode())
+    try:
+        return HandOvers(build_transfers(engine, name, transport))
+    except ConfigError as error:
+        log.warning("%s exchanges no KV: %s", name, error)
+        return None
+
+
+def _stop_at_end(inbox: Inbox, server: InstanceServer) -> None:
+    while inbox.get() is not None:
+        pass
+    server.stop()

@@ -1,0 +1,257 @@
+"""/v1/fleet and /v1/admin/fleet: the instances of a fleet, and what an operator does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+from fastapi import Request
+from pydantic import Field
+
+from sagellm.control_plane.fleet.engine import FleetEngine
+from sagellm.control_plane.fleet.questions import Member
+from sagellm.control_plane.fleet_instances import group_of, instance_name
+from sagellm.core.errors import ConfigError, RequestError
+from sagellm.core.fleet_config import FleetConfig
+from sagellm.engines.llm import LLM
+from sagellm.serving.errors import ConflictError, NotFoundError
+from sagellm.serving.gateway import Gateway
+from sagellm.serving.reader import RequestReader
+from sagellm.serving.schema import Body
+
+_LOOK_S = 0.05
+
+
+class InstanceStatus(Body):
+    """One instance. `state`: `lost` until it is connected again; `fault` says why it gets no requests.
+
+    `num_requests`: of this front. `num_placed`: how many it was given since the front began.
+    """
+
+    name: str
+    type: str
+    state: Literal["ready", "draining", "drained", "lost", "refused"]
+    pid: int | None = None
+    fault: str = ""
+    num_requests: int = 0
+    num_placed: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_queued_tokens: int = 0
+    kv_cache_usage: float = 0.0
+    num_evicted_blocks: int = 0
+    utilization: float = 0.0
+    num_lost: int = 0
+
+
+class FleetStatus(Body):
+    """The answer of GET /v1/fleet. `num_queued`: requests that wait for an instance."""
+
+    instances: list[InstanceStatus]
+    num_requests: int
+    num_queued: int
+    num_retries: int
+
+
+class InstanceRequest(Body):
+    """POST /v1/admin/fleet/drain, /resume, /restart: one instance; restart without a name: all, in turn."""
+
+    name: str | None = None
+
+
+class ScaleRequest(Body):
+    """POST /v1/admin/fleet/scale: how many instances a group of this host has."""
+
+    group: str
+    count: int = Field(ge=0, le=1024)
+
+
+class Lifecycle(Protocol):
+    """What starts and ends the processes of instances."""
+
+    def restart(self, name: str) -> None: ...
+
+    def start(self, group: str, number: int) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRoutes:
+    """The handlers. Changes of instances happen on the engine's thread; an operation waits for its end.
+
+    One operation runs at a time, so that no two of them drain the last instances together.
+    """
+
+    gateway: Gateway
+    reader: RequestReader
+    fleet: FleetConfig
+    lifecycle: Lifecycle | None = None
+    _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def status(self) -> FleetStatus:
+        return await self.gateway.call(lambda llm: fleet_status(_engine(llm)))
+
+    async def drain(self, request: Request) -> FleetStatus:
+        """Give an instance no new requests, and wait until it has none."""
+        name = self._name(await self.reader.read(InstanceRequest, request))
+        async with self._busy:
+            await self._drain(name)
+        return await self.status()
+
+    async def resume(self, request: Request) -> FleetStatus:
+        """Give a drained instance requests again."""
+        name = self._name(await self.reader.read(InstanceRequest, request))
+        await self._set_draining(name, draining=False)
+        return await self.status()
+
+    async def restart(self, request: Request) -> FleetStatus:
+        """Drain an instance, start its process again, and wait until it is there. Without a name: each."""
+        body = await self.reader.read(InstanceRequest, request)
+        lifecycle = self._lifecycle()
+        async with self._busy:
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            for name in [body.name] if body.name else members:
+                await self._restart(name, lifecycle)
+        return await self.status()
+
+    async def scale(self, request: Request) -> FleetStatus:
+        """Start or end instances of a group. Those that end are drained first, the highest numbers first."""
+        body = await self.reader.read(ScaleRequest, request)
+        lifecycle = self._lifecycle()
+        if body.group not in self.fleet.groups or not self.fleet.groups[body.group].is_local:
+            local = [name for name, group in self.fleet.groups.items() if group.is_local]
+            raise RequestError(f"group: the groups of this host are {', '.join(local)}", "group")
+        async with self._busy:
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            own = [name for name in members if group_of(name, self.fleet) == body.group]
+            for name in sorted(own, key=_number)[body.count :]:
+                await self._drain(name)
+                lifecycle.end(name)
+                await self._until(partial(_is_member, name, False), name)
+            free = (n for n in itertools.count() if instance_name(body.group, n) not in own)
+            for number in itertools.islice(free, max(0, body.count - len(own))):
+                lifecycle.start(body.group, number)
+                name = instance_name(body.group, number)
+                await self._until(partial(_is_member, name, True), name)
+                await self._wait_for(name, 0)
+        return await self.status()
+
+    def _name(self, body: InstanceRequest) -> str:
+        if body.name is None:
+            raise RequestError("name: which instance? GET /v1/fleet lists them", "name")
+        return body.name
+
+    def _lifecycle(self) -> Lifecycle:
+        if self.lifecycle is None:
+            raise ConflictError(
+                "the instances of this fleet are started by something else, such as Kubernetes"
+            )
+        return self.lifecycle
+
+    async def _drain(self, name: str) -> None:
+        """What has not ended within `fleet.drain_timeout_s` goes on at another instance."""
+        await self._set_draining(name, draining=True)
+        until_s = asyncio.get_running_loop().time() + self.fleet.drain_timeout_s
+        while await self.gateway.call(lambda llm: _engine(llm).requests.num_on(name)):
+            if asyncio.get_running_loop().time() > until_s:
+                await self.gateway.call(lambda llm: _engine(llm).move_away(name))
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _set_draining(self, name: str, *, draining: bool) -> None:
+        def change(llm: LLM) -> None:
+            try:
+                _engine(llm).drain(name, draining=draining)
+            except ConfigError as error:
+                raise NotFoundError(str(error), "name") from error
+
+        await self.gateway.call(change)
+
+    async def _restart(self, name: str, lifecycle: Lifecycle) -> None:
+        await self._drain(name)
+        num_lost = await self.gateway.call(lambda llm: _engine(llm).members[name].num_lost)
+        lifecycle.restart(name)
+        await self._wait_for(name, num_lost + 1)
+        await self._set_draining(name, draining=False)
+
+    async def _wait_for(self, name: str, num_lost: int) -> None:
+        """Wait until an instance has been lost so often and is there again."""
+
+        def is_there(llm: LLM) -> bool:
+            member = _engine(llm).members[name]
+            return member.num_lost >= num_lost and member.is_ready and member.load is not None
+
+        await self._until(is_there, name, self.fleet.start_timeout_s)
+
+    async def _until(self, is_so: Callable[[LLM], bool], name: str, timeout_s: float = 10.0) -> None:
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while not await self.gateway.call(is_so):
+            if asyncio.get_running_loop().time() > until_s:
+                raise ConflictError(f"{name} was not there within {timeout_s:g} s: its log says why")
+            await asyncio.sleep(_LOOK_S)
+
+
+def fleet_status(engine: FleetEngine) -> FleetStatus:
+    """The state of each instance now; for the engine's thread."""
+    instances = []
+    for name, member in engine.members.items():
+        load, facts, num_requests = member.load, member.facts, engine.requests.num_on(name)
+        status = InstanceStatus(
+            name=name,
+            type="" if facts is None else (facts.kind if load is None else load.kind).value,
+            state=_state(member, num_requests),
+            pid=None if facts is None else facts.pid,
+            fault=member.fault or getattr(member.client, "fault", ""),
+            num_requests=num_requests,
+            num_placed=engine.placements.get(name, 0),
+            num_lost=member.num_lost,
+        )
+        if load is not None:
+            figures = {
+                "num_waiting": load.num_waiting,
+                "num_running": load.num_running,
+                "num_queued_tokens": load.num_queued_tokens,
+                "kv_cache_usage": load.kv_cache_usage,
+                "num_evicted_blocks": load.eviction_count,
+                "utilization": load.utilization,
+            }
+            status = status.model_copy(update=figures)
+        instances.append(status)
+    return FleetStatus(
+        instances=instances,
+        num_requests=len(engine.requests),
+        num_queued=len(engine.requests.waiting),
+        num_retries=engine.num_retries,
+    )
+
+
+def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
+    return (name in _engine(llm).members) is wanted
+
+
+def _state(member: Member, num_requests: int) -> Literal["ready", "draining", "drained", "lost", "refused"]:
+    if member.fault:
+        return "refused"
+    if member.facts is None:
+        return "lost"
+    if member.draining:
+        return "draining" if num_requests else "drained"
+    return "ready"
+
+
+def _engine(llm: LLM) -> FleetEngine:
+    """Raises `NotFoundError` for a server of one engine."""
+    if not isinstance(llm.engine, FleetEngine):
+        raise NotFoundError(
+            "this server is one engine: start it with --prefill and --decode, or a fleet file"
+        )
+    return llm.engine
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

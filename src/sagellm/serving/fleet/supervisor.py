@@ -1,0 +1,249 @@
+"""`Supervisor`: starts the processes of a fleet on this host, and starts those again that end.
+
+It holds the listening socket, so a front that is started again serves the same address, and connections that
+are made meanwhile wait. Its children end with it, even by `kill -9`: each reads a pipe from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.fleet_instances import (
+    FleetInstance,
+    fleet_instances,
+    instance_config,
+    instance_name,
+    shared_key,
+)
+from sagellm.core.config import Config
+from sagellm.core.config_layers import Resolved
+from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.core.processes import ProcessGroup, Role
+
+log = logging.getLogger("sagellm.fleet")
+FRONT = "front"
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+STEADY_S = 3.0
+"""Only a process that ends sooner is on its way into a loop: between its starts is more and more time."""
+MAX_STARTS = 5
+"""A process that ends so often in a row before it has run for `STEADY_S` ends the fleet, if none ever ran."""
+INSTANCE_ENTRY = "sagellm.serving.fleet.instance_process:run"
+FRONT_ENTRY = "sagellm.serving.fleet.front_process:run"
+
+
+@dataclass(slots=True)
+class _Process:
+    """One process of the fleet, and how often it was started in a row."""
+
+    role: Role
+    group: ProcessGroup | None = None
+    started_s: float = 0.0
+    num_starts: int = 0
+    restart_s: float | None = None
+    wanted: bool = True
+
+
+class Supervisor:
+    """The fleet of a configuration on this host. `run` serves until `stop`, which any thread may call."""
+
+    def __init__(self, resolved: Resolved, listener: socket.socket) -> None:
+        self._resolved, self._listener = resolved, listener
+        config = resolved.config
+        given = shared_key(config.fleet)
+        self._key = FleetKey.new() if given is None else FleetKey(given)
+        self._folder = Path(tempfile.mkdtemp(prefix="sagellm-fleet-"))
+        self._processes: dict[str, _Process] = {}
+        self._endpoints: dict[str, str] = {}
+        self._ended: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._stopping = False
+        self._reader, self._writer = os.pipe()
+        for instance in fleet_instances(config.fleet):
+            self._know(instance)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process id of each process that runs."""
+        return {
+            name: process.group.pids[0]
+            for name, process in self._processes.items()
+            if process.group is not None and process.group.failure is None
+        }
+
+    def run(self) -> None:
+        """Start all, watch them, and carry out what the front asks for."""
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
+        for name in list(self._processes):
+            self._start(name)
+        self._processes[FRONT] = _Process(self._front_role())
+        self._start(FRONT)
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._end()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._ended.put(("", None))
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        due = [process.restart_s for process in self._processes.values() if process.restart_s is not None]
+        try:
+            name, what = self._ended.get(timeout=max(0.0, min(due, default=now_s + 1.0) - now_s))
+        except queue.Empty:
+            name, what = "", None
+        if isinstance(what, dict):
+            self._carry_out(what)
+        elif what is not None:
+            self._on_end(name, what)
+        for each, process in list(self._processes.items()):
+            if process.restart_s is not None and process.restart_s <= time.monotonic():
+                self._start(each)
+
+    def _on_end(self, name: str, group: ProcessGroup) -> None:
+        process = self._processes.get(name)
+        if process is None or process.group is not group or self._stopping:
+            return
+        process.group = None
+        if not process.wanted:
+            del self._processes[name]
+            return
+        now_s = time.monotonic()
+        if now_s - process.started_s >= STEADY_S:
+            process.num_starts = 0
+        if process.num_starts >= MAX_STARTS and name == FRONT:
+            raise EngineFailedError(f"the front has ended {MAX_STARTS} times in a row: {group.failure}")
+        apart_s = min(FIRST_BACKOFF_S * 2**process.num_starts, LONGEST_BACKOFF_S)
+        process.restart_s = max(now_s, process.started_s + apart_s)
+        log.warning("%s has ended and is started again in %.1f s", name, process.restart_s - now_s)
+
+    def _start(self, name: str) -> None:
+        process = self._processes[name]
+        process.restart_s, process.started_s = None, time.monotonic()
+        process.num_starts += 1
+        role = self._front_role() if name == FRONT else process.role
+        group: list[ProcessGroup] = []
+        process.group = ProcessGroup.start([role], lambda _reason: self._ended.put((name, group[0])))
+        group.append(process.group)
+
+    # ---------------------------------------------------------------------------- what the front asks for
+
+    def _read_commands(self) -> None:
+        with os.fdopen(self._reader, "rb") as commands:
+            for line in commands:
+                try:
+                    self._ended.put((FRONT, json.loads(line)))
+                except ValueError:
+                    log.warning("a line of the front is no command: %r", line[:100])
+
+    def _carry_out(self, command: Mapping[str, Any]) -> None:
+        match command:
+            case {"command": "restart", "name": str(name)} if name in self._endpoints:
+                process = self._processes.get(name)
+                if process is not None and process.group is not None:
+                    process.num_starts = 0
+                    self._end_soon(name, process.group)
+            case {"command": "start", "group": str(group), "number": int(number)}:
+                kind = self._resolved.config.fleet.groups[group].type
+                instance = FleetInstance(instance_name(group, number), group, kind)
+                if instance.name not in self._processes:
+                    self._know(instance)
+                    self._start(instance.name)
+                    self._tell_front()
+            case {"command": "end", "name": str(name)} if name in self._processes and name != FRONT:
+                process = self._processes[name]
+                process.wanted = False
+                self._endpoints.pop(name)
+                self._tell_front()
+                if process.group is not None:
+                    self._end_soon(name, process.group)
+                else:
+                    del self._processes[name]
+            case _:
+                log.warning("the front asks for what is unknown: %s", dict(command))
+
+    def _end_soon(self, name: str, group: ProcessGroup) -> None:
+        """End a process without waiting for it; `_on_end` follows."""
+
+        def end() -> None:
+            group.close()
+            self._ended.put((name, group))
+
+        threading.Thread(target=end, name=f"end of {name}", daemon=True).start()
+
+    def _tell_front(self) -> None:
+        front = self._processes.get(FRONT)
+        if front is not None and front.group is not None:
+            try:
+                front.group.send(json.dumps({"instances": self._endpoints}).encode())
+            except (OSError, EngineFailedError, ValueError):
+                log.debug("the front has ended; the next one is told at its start")
+
+    # --------------------------------------------------------------------------------------- roles, end
+
+    def _know(self, instance: FleetInstance) -> None:
+        if instance.server is not None:
+            raise ConfigError(f"{instance.name}: plain servers are not routed to yet; leave the group out")
+        if instance.address:
+            self._endpoints[instance.name] = instance.address
+            return
+        endpoint = f"ipc://{self._folder}/{instance.name}"
+        self._endpoints[instance.name] = endpoint
+        config = instance_config(self._resolved, instance.group)
+        options = {
+            "name": instance.name,
+            "kind": instance.type.value,
+            "endpoint": endpoint,
+            "key": self._key.text,
+            "config": _as_json(config),
+        }
+        self._processes[instance.name] = _Process(Role(instance.name, INSTANCE_ENTRY, options))
+
+    def _front_role(self) -> Role:
+        options = {
+            "config": _as_json(self._resolved.config),
+            "key": self._key.text,
+            "instances": self._endpoints,
+            "listener": self._listener.fileno(),
+            "commands": self._writer,
+        }
+        return Role(FRONT, FRONT_ENTRY, options, files=(self._listener.fileno(), self._writer))
+
+    def _end(self) -> None:
+        """The front first: it lets requests end within its grace period. Then the instances, together."""
+        self._stopping = True
+        grace_s = self._resolved.config.server.shutdown_grace_s + 10.0
+        front = self._processes.pop(FRONT, None)
+        if front is not None and front.group is not None:
+            front.group.ask_to_end(b'{"stop": true}', grace_s)
+        groups = [process.group for process in self._processes.values() if process.group is not None]
+        threads = [threading.Thread(target=group.close) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os.close(self._writer)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _as_json(config: Config) -> dict[str, Any]:
+    made: dict[str, Any] = config.model_dump(mode="json")
+    return made

@@ -1,0 +1,328 @@
+"""`FleetEngine` over `InstanceServer`s: requests, losses, leases, questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from sagellm.control_plane.fleet import instance_server
+from sagellm.control_plane.fleet.client import Instances
+from sagellm.control_plane.fleet.engine import FleetPolicy
+from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.fleet.messages import Welcome, encode
+from sagellm.core.errors import ConfigError, EngineFailedError, RequestError
+from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
+from sagellm.core.types import FinishReason, Namespace, Tokens
+from tests.builders import expected_tokens, request
+from tests.control_plane.fleet.scene import KEY, Scene, is_done
+
+PROMPT = list(range(1, 30))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+def expect(scene: Scene, prompt: list[int], num: int) -> list[int]:
+    return expected_tokens(next(iter(scene.backends.values())), prompt, num)
+
+
+def test_requests_are_answered_as_by_one_engine(scene: Scene) -> None:
+    for number in range(6):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 5))
+    scene.finish()
+    for number in range(6):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 5)
+        assert is_done(scene.ended[f"r{number}"])
+    assert set(scene.router.placed) == {"i-0", "i-1"}
+    scene.check_idle()
+
+
+def test_a_lost_instance_loses_no_request(scene: Scene) -> None:
+    for number in range(4):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 20))
+    scene.until(lambda: all(len(scene.tokens.get(f"r{number}", ())) > 3 for number in range(4)))
+    scene.kill("i-0")
+    scene.finish()
+    for number in range(4):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 20)
+    assert scene.front.num_retries == 2
+    scene.check_idle()
+
+
+def test_an_instance_that_is_started_again_serves_again(scene: Scene) -> None:
+    scene.kill("i-0")
+    scene.until(lambda: not scene.front.members["i-0"].is_ready)
+    scene.start("i-0")
+    scene.until(lambda: scene.front.members["i-0"].is_ready)
+    scene.until(lambda: scene.front.members["i-0"].load is not None)
+    for number in range(4):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 3))
+    scene.finish()
+    assert {"i-0", "i-1"} == set(scene.router.placed)
+
+
+def test_requests_wait_for_an_instance_and_then_fail_with_the_reason(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1, policy=FleetPolicy(patience_s=0.3))
+    scene.front.add(request("r", PROMPT, 20))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    scene.kill("i-0")
+    scene.finish()
+    output = scene.ended["r"]
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error is not None
+    assert "0.3 s" in output.error
+    assert "i-0 was lost" in output.error
+    scene.close()
+
+
+def test_a_request_is_not_tried_for_ever(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 2, policy=FleetPolicy(max_retries=0))
+    scene.front.add(request("r", PROMPT, 20))
+    scene.until(lambda: "r" in scene.tokens)
+    scene.kill(scene.router.placed[0])
+    scene.finish()
+    assert "the last" in (scene.ended["r"].error or "")
+    scene.close()
+
+
+def test_an_abort_reaches_the_instance(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 1000))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    assert scene.front.abort("r")
+    assert not scene.front.abort("r")
+    for _ in range(20):
+        scene.turn()
+    scene.check_idle()
+    assert "r" not in scene.ended
+
+
+def test_a_front_that_dies_leaves_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1, lease_s=0.3)
+    scene.front.add(request("r", PROMPT, 4000))
+    scene.until(lambda: "r" in scene.tokens)
+    server = scene.servers["i-0"]
+    scene.instances.close()
+    for _ in range(100_000):
+        server.turn()
+        if not server.engine.stats().num_running:
+            break
+    scene.check_idle()
+    server.close()
+
+
+def test_a_new_front_takes_over_at_once(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 1000))
+    scene.until(lambda: "r" in scene.tokens)
+    other = Instances(KEY, scene.clock)
+    client = other.add("i-0", scene.endpoint("i-0"))
+    while client.facts is None:
+        other.wait(0.01)
+        client.poll()
+        scene.servers["i-0"].turn()
+    assert scene.engine("i-0").stats().num_running == 0
+    other.close()
+
+
+def test_wrong_key(scene: Scene) -> None:
+    strangers = Instances(FleetKey("another key, as long"), scene.clock)
+    client = strangers.add("i-0", scene.endpoint("i-0"))
+    for _ in range(200):
+        strangers.wait(0.01)
+        assert not client.poll()
+        scene.servers["i-0"].turn()
+        if "key" in client.fault:
+            break
+    assert "another key" in client.fault
+    strangers.close()
+
+
+def test_another_version(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_server, "PROTOCOL", 7)
+    others = Instances(KEY, scene.clock)
+    client = others.add("i-0", scene.endpoint("i-0"))
+    for _ in range(200):
+        others.wait(0.01)
+        client.poll()
+        scene.servers["i-0"].turn()
+        if "protocol 7" in client.fault:
+            break
+    assert "protocol 7" in client.fault
+    assert "one version" in client.fault
+    others.close()
+
+
+def test_another_instance_at_the_address(scene: Scene) -> None:
+    others = Instances(KEY, scene.clock)
+    client = others.add("x", scene.endpoint("i-0"))
+    for _ in range(200):
+        others.wait(0.01)
+        client.poll()
+        scene.servers["i-0"].turn()
+        if "fleet file" in client.fault:
+            break
+    assert "'i-0' answers" in client.fault
+    others.close()
+
+
+def test_what_no_front_says_is_passed_over(scene: Scene) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    KEY.secure_client(socket)
+    socket.connect(scene.endpoint("i-0"))
+    for data in (b"", b"\xc1", encode(Welcome(1)), b"x" * 1000):
+        socket.send(data)
+    scene.front.add(request("r", PROMPT, 5))
+    scene.finish()
+    assert is_done(scene.ended["r"])
+    socket.close(linger=0)
+    context.term()
+
+
+def test_bad_requests_are_refused_at_once(scene: Scene) -> None:
+    with pytest.raises(RequestError, match="vocabulary"):
+        scene.front.add(request("r", [10**6]))
+    scene.front.add(request("r", PROMPT))
+    with pytest.raises(RequestError, match="in use"):
+        scene.front.add(request("r", PROMPT))
+    scene.finish()
+
+
+def test_a_drained_instance_gets_no_requests(scene: Scene) -> None:
+    scene.front.drain("i-0")
+    for number in range(4):
+        scene.front.add(request(f"r{number}", PROMPT, 3))
+    scene.finish()
+    assert set(scene.router.placed) == {"i-1"}
+    scene.front.drain("i-0", draining=False)
+    scene.front.add(request("s", PROMPT, 3))
+    scene.front.add(request("t", PROMPT, 3))
+    scene.finish()
+    assert "i-0" in scene.router.placed
+    with pytest.raises(ConfigError, match="i-0, i-1"):
+        scene.front.drain("i-7")
+
+
+def test_what_a_drained_instance_computes_goes_on_elsewhere(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 30))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    name = scene.router.placed[0]
+    scene.front.drain(name)
+    scene.front.move_away(name)
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 30)
+    assert len(set(scene.router.placed)) == 2
+    scene.check_idle()
+
+
+def test_an_instance_that_leaves_the_fleet(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 30))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    name = scene.router.placed[0]
+    scene.front.forget(name)
+    scene.instances.remove(name)
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 30)
+
+
+def asked(scene: Scene, ask: Any) -> Any:
+    """What `ask` returns, which waits for instances: they turn meanwhile."""
+    import threading
+
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive():
+        for server in scene.servers.values():
+            server.turn()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def test_questions_are_answered_for_all(scene: Scene) -> None:
+    for number in range(2):
+        scene.front.add(request(f"r{number}", PROMPT, 5))
+    scene.finish()
+    diagnostics = asked(scene, scene.front.diagnostics)
+    assert diagnostics.pass_time_s
+    scene.until(lambda: all(member.stats for member in scene.front.members.values()))
+    stats = scene.front.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+    assert blocks == 2 * scene.engine("i-0").capability().num_blocks
+    envelope = KVHintsEnvelope.parse(
+        {
+            "protocol_version": "0.1",
+            "message_id": "m",
+            "actions": [
+                {
+                    "action_id": "a",
+                    "action_type": "kv.retain",
+                    "payload": {"token_ids": PROMPT, "priority": 9},
+                },
+                {"action_id": "b", "action_type": "unknown", "payload": {}},
+            ],
+        }
+    )
+    outcomes = asked(scene, lambda: scene.front.hint(envelope, Namespace()))
+    assert [outcome.status for outcome in outcomes] == [HintStatus.APPLIED, HintStatus.UNSUPPORTED]
+    pinned = asked(scene, lambda: scene.front.pin_prefix(Tokens(PROMPT), Namespace()))
+    assert pinned.num_blocks
+    assert sum(scene.engine(name).diagnostics().num_pinned_prefixes for name in scene.servers) == 1
+    pinned.release()
+    for _ in range(10):
+        scene.turn()
+    assert not any(scene.engine(name).diagnostics().num_pinned_prefixes for name in scene.servers)
+    with pytest.raises(RequestError, match="miss_attribution"):
+        asked(scene, lambda: scene.front.explain(Tokens(PROMPT), Namespace()))
+    assert asked(scene, scene.front.clear_cache) > 0
+    assert asked(scene, scene.front.clear_cache) == 0
+
+
+def test_pins_of_a_front_that_dies_are_released(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1, lease_s=0.2)
+    scene.front.add(request("r", PROMPT, 3))
+    scene.finish()
+    asked(scene, lambda: scene.front.pin_prefix(Tokens(PROMPT), Namespace()))
+    scene.instances.close()
+    server = scene.servers["i-0"]
+    for _ in range(20):
+        server.turn()
+    assert not scene.engine("i-0").diagnostics().num_pinned_prefixes
+    server.close()
+
+
+def test_a_fleet_that_does_not_start_says_which_instance(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1)
+    scene.front.know(scene.instances.add("never", scene.endpoint("never")))
+    with pytest.raises(EngineFailedError, match="never"):
+        scene.front.wait_until_ready(0.2)
+    scene.close()
+
+
+def test_what_caches_hold_is_known_with_the_tokens(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 3))
+    scene.finish()
+    [name] = scene.router.placed
+    names = ["i-0", "i-1"]
+    cached = scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names)
+    assert cached[names.index(name)].num_device_tokens == len(PROMPT) // 4 * 4
+    assert cached[1 - names.index(name)].num_tokens == 0
+    scene.kill(name)
+    scene.until(lambda: not scene.front.members[name].is_ready)
+    assert all(not each.num_tokens for each in scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names))
