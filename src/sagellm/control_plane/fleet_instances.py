@@ -17,6 +17,7 @@ from sagellm.core.config_layers import Layer, Resolved, flatten, resolve
 from sagellm.core.errors import ConfigError, nearest
 from sagellm.core.files import read_text
 from sagellm.core.fleet_config import MIN_KEY_CHARACTERS, FleetConfig, PlainServerConfig
+from sagellm.core.ports import SagePorts
 from sagellm.core.protocols.router import InstanceType
 
 INSTANCE_SECTIONS = frozenset({"model", "kv", "scheduler", "speculative", "engine", "parallel"})
@@ -75,6 +76,18 @@ def group_of(name: str, fleet: FleetConfig) -> str:
         names = ", ".join(instance.name for instance in fleet_instances(fleet)[:20])
         raise ConfigError(f"no instance {name!r}: the fleet has {names or 'none'}")
     return group
+
+
+def elsewhere(name: str, fleet: FleetConfig) -> FleetInstance:
+    """An instance with an address, by name. Raises `ConfigError` for another name."""
+    group_of(name, fleet)
+    for instance in fleet_instances(fleet):
+        if instance.name == name and instance.address:
+            return instance
+    raise ConfigError(
+        f"{name} has no address in the fleet file: list its host in fleet.groups.GROUP.addresses, as "
+        f"tcp://HOST:{int(SagePorts.INSTANCE)}; those with `count` are started by the front's host"
+    )
 
 
 def instance_config(resolved: Resolved, group: str) -> Config:

@@ -147,5 +147,3 @@ def test_anything_at_random(tmp_path: Path, seed: int) -> None:
     scene.until(lambda: all(not s.hand_overs.has_work for s in scene.servers.values()), 60)  # type: ignore[union-attr]
     scene.check_idle()
     scene.close()
-
-
