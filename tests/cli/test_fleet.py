@@ -46,7 +46,9 @@ def test_what_does_not_fit_is_refused(cli: Any, tmp_path: Path) -> None:
     assert "a-0 needs 64 chip(s)" in result.stderr
 
 
-def test_measured_figures_are_saved_and_used(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_figures_are_saved_and_used(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sagellm.engines.native.measure.matrix_flops", lambda device: 3e12)
     monkeypatch.setattr("sagellm.engines.native.measure.read_bandwidth", lambda device: 7e9)
     file = tmp_path / "chips.json"

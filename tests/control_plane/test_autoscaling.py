@@ -67,12 +67,12 @@ class ScriptedFleet:
             self.clock.advance(1.0)
 
 
-@pytest.mark.parametrize("load", [0.1 * step for step in range(1, 60)])
+@pytest.mark.parametrize("load", [0.1 * step for step in range(1, 60, 4)])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_constant_load_ends_in_one_size(load: float, size: int) -> None:
     """It may grow or shrink at first, but never first the one and then the other."""
     fleet = ScriptedFleet(lambda _: load, size=size)
-    sizes = [size, *(after for _, after in fleet.run(3600))]
+    sizes = [size, *(after for _, after in fleet.run(1800))]
     assert sizes in (sorted(sizes), sorted(sizes, reverse=True))
     assert load / sizes[-1] <= 0.8 + 1e-3
 
@@ -101,7 +101,7 @@ def test_a_queue_that_is_gone_after_growth_does_not_shrink_it_again() -> None:
     """One instance is overloaded, two are nearly idle: load alone would flap."""
     clock, size, changes = ManualClock(), 1, []
     scaler = Autoscaler([DECODE], clock)
-    for _ in range(7200):
+    for _ in range(3600):
         rows = 3.0 if size == 1 else 0.4
         [decision] = scaler.decide({"decode": GroupReport(decoders(rows, size), tokens_per_s=500.0)})
         if decision.action is not ScalingAction.KEEP:
@@ -124,7 +124,7 @@ def test_prefill_grows_by_its_queue_and_decode_does_not() -> None:
     decode = GroupReport([ExecutionInstance("decode-0", InstanceType.DECODING, utilization=1.0)])
     first, second = scaler.decide({"prefill": prefill, "decode": decode})
     assert str(first) == "prefill: add 1: load 2.50 of 1 instances (queued prompts)"
-    assert str(second) == "decode: keep: load 0.00 of 1 instances (batch rows)"
+    assert str(second) == "decode: keep: load 0.00 of 1 instances (batch rows), at least 1"
 
 
 def test_missed_goals_add_an_instance_until_they_are_met() -> None:
@@ -178,7 +178,9 @@ def test_the_last_instance_that_serves_stays() -> None:
     assert [first.action, second.action] == [ScalingAction.DRAIN, ScalingAction.KEEP]
 
 
-@pytest.mark.parametrize("values", [{"rows": 0.0}, {"attainment": 1.5}, {"cooldown_s": -1.0}, {"max_growth": 1.0}])
+@pytest.mark.parametrize(
+    "values", [{"rows": 0.0}, {"attainment": 1.5}, {"cooldown_s": -1.0}, {"max_growth": 1.0}]
+)
 def test_options_that_cannot_be(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="autoscaling"):
         ScalingOptions(**values)

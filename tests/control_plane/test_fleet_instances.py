@@ -47,7 +47,8 @@ def test_instances_are_numbered_in_their_group(resolved: Resolved) -> None:
     found = fleet_instances(resolved.config.fleet)
     assert [instance.name for instance in found] == ["prefill-0", "decode-0", "decode-1", "vllm-0"]
     assert [instance.is_local for instance in found] == [True, True, True, False]
-    assert found[-1].server is not None and found[-1].server.url == "http://host:80"
+    assert found[-1].server is not None
+    assert found[-1].server.url == "http://host:80"
 
 
 def test_a_groups_settings_win_over_the_fleets(resolved: Resolved) -> None:
@@ -61,7 +62,8 @@ def test_a_groups_settings_win_over_the_fleets(resolved: Resolved) -> None:
 
 def test_an_instance_has_no_fleet_and_no_event_endpoint(resolved: Resolved) -> None:
     config = instance_config(resolved, "decode")
-    assert config.fleet.groups == {} and config.events.endpoint is None
+    assert config.fleet.groups == {}
+    assert config.events.endpoint is None
 
 
 @pytest.mark.parametrize(
@@ -120,5 +122,5 @@ def test_a_key_file_that_cannot_be_used(tmp_path: Path, text: str | None) -> Non
     if text is not None:
         file.write_text(text, encoding="utf-8")
     given = load_config(environ={"SAGELLM_FLEET_SHARED_KEY_FILE": str(file)})
-    with pytest.raises(ConfigError, match="fleet.shared_key_file"):
+    with pytest.raises(ConfigError, match=r"fleet.shared_key_file"):
         shared_key(given.config.fleet)

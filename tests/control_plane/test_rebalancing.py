@@ -14,7 +14,12 @@ def instance(name: str, utilization: float) -> ExecutionInstance:
     return ExecutionInstance(name, utilization=utilization, prefill_token_s=1e-4)
 
 
-HOT, WARM, COLD, COLDEST = instance("hot", 0.9), instance("warm", 0.6), instance("cold", 0.3), instance("coldest", 0.1)
+HOT, WARM, COLD, COLDEST = (
+    instance("hot", 0.9),
+    instance("warm", 0.4),
+    instance("cold", 0.3),
+    instance("coldest", 0.1),
+)
 FLEET = [HOT, WARM, COLD, COLDEST]
 SYSTEM_PROMPT = HotPrefix(b"system", 2000, 4.0, frozenset({"hot"}))
 

@@ -53,7 +53,8 @@ def test_no_step_exceeds_its_tokens(
     budget = SharedBudget(256, 100, static=static)
     for number, oldest_s in prompts:
         prompt, text = budget.divide(decodes, ServiceDemand(number, oldest_s), ServiceDemand(*texts))
-        assert 0 <= prompt <= number and 0 <= text <= texts[0]
+        assert 0 <= prompt <= number
+        assert 0 <= text <= texts[0]
         room = max(0, 256 - decodes)
         assert prompt + text <= room
         if static is None:
@@ -71,5 +72,5 @@ def test_blocks_that_an_older_request_waits_for_stay_free() -> None:
 
 @pytest.mark.parametrize("values", [{"floor": 0.6}, {"rate": 0.0}, {"goals_s": (0.0, 1.0)}, {"static": 1.0}])
 def test_options_that_cannot_be(values: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="between|positive"):
+    with pytest.raises(ValueError, match=r"between|positive"):
         SharedBudget(1000, 100, **values)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ def test_a_group_counts_its_instances() -> None:
     assert [group.num_instances for group in fleet.groups.values()] == [1, 2, 2, 1]
     assert [group.is_local for group in fleet.groups.values()] == [True, True, False, False]
     assert fleet.groups["prefill"].type is InstanceType.PREFILLING
+    assert FleetConfig.model_validate(fleet.model_dump(mode="json")) == fleet  # as processes get it
 
 
 GROUP = "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from sagellm.cli._options import MODEL, App, command, flag
@@ -62,6 +63,8 @@ def _shown(key: str, value: Any) -> str:
         return "********"
     if isinstance(value, tuple):
         return ",".join(value)
+    if isinstance(value, Enum):
+        return str(value.value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -21,7 +21,7 @@ def chips(
     *,
     measure: bool = flag("--measure", "Measure FLOP/s and bandwidth of each chip, for some seconds.", False),
 ) -> None:
-    """Show the chips and cores of this host, and which instance of a fleet file gets which."""
+    """Show the chips of this host, and which instances would get them."""
     from sagellm.control_plane.chip_pool.figures import write_figures
     from sagellm.engines.build import load_config
     from sagellm.serving.fleet.chips import host_pool
@@ -33,9 +33,8 @@ def chips(
     for chip in pool.chips.values():
         size = as_text(chip.memory_bytes) if chip.memory_bytes else "memory unknown"
         rates = f"{chip.flops / 1e12:.3g} TFLOP/s, {chip.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
-        print(
-            f"{chip.name:<8} {chip.model or chip.kind.value}, {size}, {rates} ({chip.confidence.value}: {chip.source})"
-        )
+        source = f"{chip.confidence.value}: {chip.source}"
+        print(f"{chip.name:<8} {chip.model or chip.kind.value}, {size}, {rates} ({source})")
     print(f"{pool.num_free_cores()} core(s)")
     _print_readings()
     if save is not None:

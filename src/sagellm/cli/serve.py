@@ -32,6 +32,7 @@ def serve(
     record_trace: Path | None = flag("--record-trace FILE", "Record requests, as ids of their blocks."),
     prefill: int | None = flag("--prefill N", "A fleet: N instances that compute prompts.", min=1),
     decode: int | None = flag("--decode N", "A fleet: N instances that go on from there.", min=1),
+    instance: str | None = flag("NAME", "Serve this instance of a fleet file alone, for a front elsewhere."),
     *,
     model: Model,
     settings: ServerSettings,
@@ -39,6 +40,9 @@ def serve(
     """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
     resolved = settings.load(model=model.name, more=_counted(prefill, decode))
     config = resolved.config
+    if instance is not None:
+        _serve_instance(resolved, instance)
+        return
     if any(find_spec(package) is None for package in NEEDED):
         raise MissingExtraError("the HTTP server", "serve")
     if config.fleet.groups:
@@ -104,6 +108,33 @@ def _serve_fleet(resolved: Resolved) -> None:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+def _serve_instance(resolved: Resolved, name: str) -> None:
+    """Serve one instance of a fleet until a signal, at the port that the fleet file gives as its address.
+
+    Raises `ConfigError` if it has none, or if the file names no key.
+    """
+    from sagellm.control_plane.fleet_instances import elsewhere, instance_config, shared_key
+    from sagellm.serving.fleet.instance_process import instance_server, serve_instance
+
+    found, key = elsewhere(name, resolved.config.fleet), shared_key(resolved.config.fleet)
+    host, _, port = found.address.removeprefix("tcp://").rpartition(":")
+    config = instance_config(resolved, found.group)
+    set_up_logging(config.log.level, config.log.format)
+    server = instance_server(
+        {
+            "name": name,
+            "kind": found.type.value,
+            "endpoint": f"tcp://*:{port}",
+            "key": key,
+            "config": config.model_dump(mode="json"),
+            "host": host,
+        }
+    )
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda _number, _frame: server.stop())
+    serve_instance(server)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class ScalingOptions:
 
     @property
     def reaction_s(self) -> float:
-        """A lasting step of load is answered within this, if the group was not changed before."""
+        """A lasting step of load is answered within this, unless a cooldown runs."""
         return self.up_after_s
 
 
@@ -64,9 +64,10 @@ class ScalingGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """A group now: the load reports of its instances, those that start, those that drain, and which share
-    of its recent requests met their SLO (None: none had one). `tokens_per_s`: prompts and answers of the
-    requests that arrive for it; the demand, whatever the load does with it."""
+    """A group now, by the load reports of its instances.
+
+    `attainment`: the share of its recent requests that met their SLO; None: no request had one.
+    `tokens_per_s`: the demand, as prompts and answers of the requests that arrive for it."""
 
     instances: Sequence[ExecutionInstance]
     num_starting: int = 0
@@ -83,7 +84,9 @@ class ScalingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """What to do with a group: start `count` instances, or drain the named one, which then ends."""
+    """What to do with a group.
+
+    Start `count` instances, or drain the named one, which then ends."""
 
     group: str
     action: ScalingAction
@@ -98,7 +101,7 @@ class ScalingDecision:
 
 @dataclass(slots=True)
 class _History:
-    """Since when a group has been too small, and too large; when it was changed.
+    """Since when a group has been too small or too large.
 
     `too_small`: by size, the least demand for which it was. Load does not tell demand: a queue that is gone
     after a group has grown would come back if it shrank again.
@@ -197,7 +200,9 @@ class Autoscaler:
         # of equally idle ones the last, so that numbers stay small
         idle = min(reversed(serving), key=lambda each: (each.num_requests, each.kv_cache_usage), default=None)
         if idle is None or not may_leave(everywhere, idle.instance_id):
-            return ScalingDecision(group.name, ScalingAction.KEEP, f"{shown}, no other instance serves requests")
+            return ScalingDecision(
+                group.name, ScalingAction.KEEP, f"{shown}, no other instance serves requests"
+            )
         return ScalingDecision(group.name, ScalingAction.DRAIN, shown, instance_id=idle.instance_id)
 
     def _waiting(self, history: _History, since_s: float | None, after_s: float) -> str:
@@ -209,7 +214,7 @@ class Autoscaler:
         return f"cooldown for {rest_s:.0f} s more" if rest_s > 0 else ""
 
     def load(self, kind: InstanceType, instances: Sequence[ExecutionInstance]) -> tuple[float, str]:
-        """How many instances at their targets the work would keep busy, and the figure that says so."""
+        """How many instances the work would keep at their targets, and by which figure."""
         options = self.options
         busy = sum(each.utilization for each in instances) / options.utilization
         queue = sum(each.num_queued_tokens * each.prefill_token_s for each in instances) / options.queue_s
@@ -231,7 +236,7 @@ def _serving(report: GroupReport) -> list[ExecutionInstance]:
 
 
 def _rows(instance: ExecutionInstance) -> float:
-    """Requests that are there, of those that can run together; waiting ones want rows too."""
+    """Requests, waiting ones too, as a share of those that can run together."""
     return instance.num_requests / instance.max_num_seqs if instance.max_num_seqs else 0.0
 
 

@@ -1,8 +1,8 @@
-"""The instances that a fleet section describes, each with a name and a configuration of its own.
+"""The instances that a fleet section describes, with their names and configurations.
 
-    fleet = resolved.config.fleet
-    for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
-        config = instance_config(resolved, instance.group)
+fleet = resolved.config.fleet
+for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
+    config = instance_config(resolved, instance.group)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sagellm.core.config_layers import Layer, Resolved, flatten, resolve
 from sagellm.core.errors import ConfigError, nearest
 from sagellm.core.files import read_text
 from sagellm.core.fleet_config import MIN_KEY_CHARACTERS, FleetConfig, PlainServerConfig
+from sagellm.core.ports import SagePorts
 from sagellm.core.protocols.router import InstanceType
 
 INSTANCE_SECTIONS = frozenset({"model", "kv", "scheduler", "speculative", "engine", "parallel"})
@@ -77,8 +78,20 @@ def group_of(name: str, fleet: FleetConfig) -> str:
     return group
 
 
+def elsewhere(name: str, fleet: FleetConfig) -> FleetInstance:
+    """An instance with an address, by name. Raises `ConfigError` for another name."""
+    group_of(name, fleet)
+    for instance in fleet_instances(fleet):
+        if instance.name == name and instance.address:
+            return instance
+    raise ConfigError(
+        f"{name} has no address in the fleet file: list its host in fleet.groups.GROUP.addresses, as "
+        f"tcp://HOST:{int(SagePorts.INSTANCE)}; those with `count` are started by the front's host"
+    )
+
+
 def instance_config(resolved: Resolved, group: str) -> Config:
-    """The configuration of a group's instances: that of the fleet, and over it the group's settings.
+    """The configuration of a group's instances: the fleet's, with the group's settings over it.
 
     Its section `fleet` is empty, and it publishes no KV events unless the caller says where. Raises
     `ConfigError` for settings that instances of a fleet cannot have.
@@ -111,7 +124,9 @@ def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:
         if key in SECRET_KEYS:
             raise ConfigError(f"{key} in {where}: a secret is given once, for the whole fleet")
         if key in FLEET_WIDE:
-            raise ConfigError(f"{key} in {where}: it is the same for all instances; set it for the whole fleet")
+            raise ConfigError(
+                f"{key} in {where}: it is the same for all instances; set it for the whole fleet"
+            )
         if key.partition(".")[0] not in INSTANCE_SECTIONS:
             sections = ", ".join(sorted(INSTANCE_SECTIONS))
             raise ConfigError(f"{key} in {where}: instances may differ in keys of {sections}")
@@ -119,7 +134,7 @@ def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:
 
 
 def counted_groups(counts: Mapping[str, int]) -> dict[str, Any]:
-    """The value of `fleet.groups` for instances by type, as `--prefill 1 --decode 2` counts them.
+    """The value of `fleet.groups` for instances counted by type, as by `--prefill 1`.
 
     `counts`: by the value of an `InstanceType`; each is a group of that name without its ending.
     """

@@ -1,4 +1,4 @@
-"""What instances of each type serve, and how an instance changes its type without losing a request."""
+"""What instances of each type serve, and how an instance changes its type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 
 
 class Service(Enum):
-    """What a request wants of an instance: all of it, its prompt, its answer, or an embedding."""
+    """What a request wants of an instance: everything, its prompt, its answer, an embedding."""
 
     GENERATE = "generate"
     PREFILL = "prefill"
@@ -59,7 +59,7 @@ def serves_answers(kind: InstanceType) -> bool:
 
 
 def may_leave(instances: Sequence[ExecutionInstance], instance_id: str) -> bool:
-    """Whether the others still serve whole requests and embeddings, if the fleet serves them now.
+    """Whether the others still serve the whole requests and embeddings that all serve.
 
     Prefill and decode apart need no instance: the others serve such requests whole.
     """
@@ -103,7 +103,7 @@ class InstanceRole:
         return dict(self._requests)
 
     def accepts(self, service: Service) -> bool:
-        """Whether a new request may come here; whether a better instance is there, the router asks."""
+        """Whether a new request may come here, if no better instance is there."""
         served = SERVES[self.kind] | ALSO_SERVES.get(self.kind, frozenset())
         return self.state is RoleState.SERVING and service in served
 
@@ -120,7 +120,7 @@ class InstanceRole:
         return self._requests.pop(request_id, None) is not None
 
     def change(self, target: InstanceType | None) -> None:
-        """Begin to drain for another type, for a restart (the same type), or for the end (None).
+        """Begin to drain: for another type, a restart (same type), or the end (None).
 
         While it drains, another target replaces the first, and the time to drain goes on. Raises
         `ConfigError` once it is switching or stopped.

@@ -1,4 +1,4 @@
-"""Where cached prefixes should be, beyond where requests have left them: copies for hot ones."""
+"""Which cached prefixes to copy to which instances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sagellm.core.protocols.router import ExecutionInstance
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A prefix and its recent use, as whoever counts requests by prefix gives it.
+    """A prefix and its recent use, as the caller counts requests.
 
     `uses_per_s`: requests that begin with it. `holders`: instances that have all of it.
     """
@@ -58,7 +58,7 @@ def cold_instances(instances: Sequence[ExecutionInstance], cold: float = 0.8) ->
 def replications(
     prefixes: Sequence[HotPrefix], instances: Sequence[ExecutionInstance], options: RebalancingOptions
 ) -> list[Replication]:
-    """Copies worth making: prefixes of hot instances to cold ones that lack them, the best gain first.
+    """Copies worth making, from hot instances to cold ones, the best gain first.
 
     With a copy, requests with the prefix that go to the target need not compute it; they are taken to be
     spread over its holders evenly. The source is the least used holder. Each target gets one copy at a time.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServiceDemand:
-    """What waits of one service: prompt tokens that are not computed, and seconds that the oldest waits."""
+    """Tokens of one service that wait, and seconds that its oldest request waits."""
 
     num_tokens: int = 0
     oldest_s: float = 0.0
@@ -59,7 +59,7 @@ class SharedBudget:
             own = min(room, max(1, int(room * self.share)))
             return min(prompts.num_tokens, room - own), min(texts.num_tokens, own)
         self._credit = min(self._credit + room * self.share, room) if texts.num_tokens else 0.0
-        text = min(texts.num_tokens, int(self._credit))
+        text = min(texts.num_tokens, int(self._credit + 1e-9))
         prompt = min(prompts.num_tokens, room - text)
         self._credit -= text
         return prompt, min(texts.num_tokens, room - prompt)

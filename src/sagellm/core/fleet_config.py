@@ -1,4 +1,4 @@
-"""The section `fleet` of the configuration: which instances there are, and how requests get to them.
+"""The section `fleet` of the configuration: instances, and what joins them.
 
 A fleet file is a configuration file with this section. `control_plane/fleet_instances.py` makes a list of
 instances of it, each with a configuration of its own.
@@ -87,10 +87,10 @@ class GroupConfig(Section):
                 "general, prefilling, decoding or hybrid"
             )
         if not self.is_local:
-            placed = {name for name in self.model_fields_set if name in _LOCAL_KEYS}
-            placed |= {"settings"} & self.model_fields_set if self.servers else set()
-            if placed:
-                raise ValueError(f"{', '.join(sorted(placed))}: only for instances that are started here")
+            keys = [*_LOCAL_KEYS, "settings"] if self.servers else _LOCAL_KEYS
+            given = [name for name in keys if getattr(self, name) != type(self).model_fields[name].default]
+            if given:
+                raise ValueError(f"{', '.join(given)}: only for instances that are started here")
         return self
 
     @model_validator(mode="after")
@@ -128,8 +128,15 @@ class GroupConfig(Section):
         return 1 if self.min_count is None else self.min_count
 
 
-_LOCAL_KEYS = frozenset(
-    {"chips", "chip_kind", "chip_names", "shares_chips", "cores", "memory_gb", "min_count", "max_count"}
+_LOCAL_KEYS = (
+    "chips",
+    "chip_kind",
+    "chip_names",
+    "shares_chips",
+    "cores",
+    "memory_gb",
+    "min_count",
+    "max_count",
 )
 
 
@@ -172,7 +179,8 @@ class FleetConfig(Section):
         for name in groups:
             if not GROUP_NAME.fullmatch(name):
                 raise ValueError(
-                    f"group {name!r}: a name has up to 40 small letters, digits and hyphens; a letter comes first"
+                    f"group {name!r}: a name has up to 40 small letters, digits and hyphens, and begins with "
+                    "a letter"
                 )
         total = sum(max(group.num_instances, group.max_count or 0) for group in groups.values())
         if total > MAX_INSTANCES:

@@ -1,4 +1,4 @@
-"""What a section of the configuration is: a frozen model whose keys have a default, a meaning and limits."""
+"""What a section of the configuration is, and a key of it."""
 
 from __future__ import annotations
 

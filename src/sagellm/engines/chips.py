@@ -1,4 +1,4 @@
-"""Chips of a machine with their FLOP/s and bandwidth: from data sheets, or measured on them."""
+"""FLOP/s and bandwidth of a machine's chips, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ CHIP_FLOPS, CHIP_BANDWIDTH = 50e12, 500e9
 _SHEETS: tuple[tuple[str, str], ...] = (
     (r"h100.*pcie", "h100-pcie"), (r"h100", "h100-80g"), (r"h200", "h200"), (r"b200", "b200"),
     (r"a100.*40g", "a100-40g"), (r"a100", "a100-80g"), (r"l40s", "l40s"), (r"\bl4\b", "l4"),
-    (r"\ba10\b", "a10"), (r"rtx pro 6000", "rtx-pro-6000"), (r"rtx a6000", "rtx-a6000"), (r"rtx 5090", "rtx5090"),
-    (r"rtx 4090", "rtx4090"), (r"mi300x", "mi300x"), (r"910b", "ascend-910b"), (r"310p", "ascend-310p"),
+    (r"\ba10\b", "a10"), (r"rtx pro 6000", "rtx-pro-6000"), (r"rtx a6000", "rtx-a6000"),
+    (r"rtx 5090", "rtx5090"), (r"rtx 4090", "rtx4090"), (r"mi300x", "mi300x"), (r"910b", "ascend-910b"),
+    (r"310p", "ascend-310p"),
 )  # fmt: skip
 """Parts of the names that drivers give, the more special before the more general."""
 _TORCH_TYPES = {"rocm": "cuda", "hcu": "cuda", "maca": "cuda", "xpu": "cuda"}
@@ -34,14 +35,16 @@ def sheet_of(model: str) -> DeviceSpec | None:
 def known_chips(
     topology: TopologyInfo, num_cores: Mapping[str, int], free_bytes: Mapping[str, int] | None = None
 ) -> list[ChipCapability]:
-    """Every accelerator and NUMA node with CPUs, with figures of its data sheet or assumed ones.
+    """Every accelerator and NUMA node, with figures of a data sheet or assumed ones.
 
     `num_cores`: physical cores that may be used, by CPU chip. `free_bytes`: by name, where it is known;
     otherwise all memory counts.
     """
     free, found = free_bytes or {}, []
     for device in topology.devices:
-        if device.kind is DeviceKind.NIC or (device.kind is DeviceKind.CPU and not num_cores.get(device.name)):
+        if device.kind is DeviceKind.NIC or (
+            device.kind is DeviceKind.CPU and not num_cores.get(device.name)
+        ):
             continue
         size = free.get(device.name, device.memory_bytes)
         if device.kind is DeviceKind.CPU:
@@ -65,7 +68,7 @@ def _of_sheet(device: Device, size: int) -> tuple[float, float, str, int]:
 
 
 def measured_chips(chips: Iterable[ChipCapability]) -> list[ChipCapability]:
-    """The chips with what a second of reading memory and multiplying matrices reaches on each.
+    """The chips with what reading memory and multiplying matrices reach on each.
 
     Torch loads each chip's runtime in this process, so it must see them all. The CPU is measured once, with
     all threads of torch, and divided by the NUMA nodes.

@@ -24,7 +24,9 @@ def run(requests: list[MixedRequest], static: float | None, num_blocks: int = 40
 
 def attained(result: MixedRun) -> float:
     """Share of all requests that met their goal."""
-    met = sum(each <= GOALS_S[0] for each in result.ttft_s) + sum(each <= GOALS_S[1] for each in result.embedding_s)
+    met = sum(each <= GOALS_S[0] for each in result.ttft_s) + sum(
+        each <= GOALS_S[1] for each in result.embedding_s
+    )
     return met / (len(result.ttft_s) + len(result.embedding_s))
 
 
@@ -50,8 +52,9 @@ def test_what_never_fits_is_refused() -> None:
         run([MixedRequest(0.0, 1600)], 0.5, num_blocks=100)
 
 
-def test_a_share_that_moves_meets_more_goals_than_fixed_ones() -> None:
-    requests = alternating_load(300.0, rates=(2.0, 8.0), seed=1)
+@pytest.mark.parametrize("rates", [(2.0, 8.0), (3.0, 4.0), (1.0, 12.0)])
+def test_a_share_that_moves_meets_as_many_goals_as_the_best_fixed_one(rates: tuple[float, float]) -> None:
+    requests = alternating_load(120.0, rates=rates, seed=1)
     fixed = {share: attained(run(requests, share)) for share in (0.1, 0.25, 0.5, 0.75)}
     moving = attained(run(requests, None))
     assert moving >= max(fixed.values()), fixed
@@ -59,6 +62,6 @@ def test_a_share_that_moves_meets_more_goals_than_fixed_ones() -> None:
 
 def test_alone_each_has_the_whole_instance() -> None:
     texts = [MixedRequest(0.0, 512) for _ in range(40)]
-    assert run(texts, None).end_s < 0.7 * run(texts, 0.5).end_s
+    assert run(texts, None).end_s < 0.9 * run(texts, 0.5).end_s
     prompts = [MixedRequest(0.0, 512, 1) for _ in range(40)]
-    assert mean(run(prompts, None).ttft_s) < 0.7 * mean(run(prompts, 0.5).ttft_s)
+    assert mean(run(prompts, None).ttft_s) < 0.9 * mean(run(prompts, 0.5).ttft_s)

@@ -32,7 +32,9 @@ def host(
     for node in range(num_nodes):
         cpus = [cpu for core in cores[node * per_node : (node + 1) * per_node] for cpu in core]
         text = ",".join(map(str, cpus))
-        devices.append(Device(f"cpu:{node}", DeviceKind.CPU, memory_bytes=memory * GIB, numa_node=node, cpus=text))
+        devices.append(
+            Device(f"cpu:{node}", DeviceKind.CPU, memory_bytes=memory * GIB, numa_node=node, cpus=text)
+        )
         chips.append(ChipCapability(f"cpu:{node}", DeviceKind.CPU, memory * GIB, 1e12, 50e9))
     counts: dict[str, int] = {}
     accelerators = []

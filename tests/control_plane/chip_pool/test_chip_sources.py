@@ -60,7 +60,8 @@ def test_the_variable_of_a_vendor(vendor: str, variable: str | None) -> None:
 )  # fmt: skip
 def test_data_sheets_by_the_drivers_names(model: str, preset: str) -> None:
     sheet = sheet_of(model)
-    assert sheet is not None and sheet.name == preset
+    assert sheet is not None
+    assert sheet.name == preset
 
 
 def test_a_chip_that_is_in_no_table_has_assumed_figures() -> None:

@@ -47,7 +47,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.kept.append(assignment)
         for need, lease in zip(needs, assignment.leases, strict=True):
             assert (lease.owner, len(lease.chips)) == (need.name, max(1, need.num_chips))
-            assert lease.cores and (len(lease.cores) == need.num_cores or not need.num_cores)
+            assert lease.cores
+            assert len(lease.cores) == need.num_cores or not need.num_cores
         if at_once:
             self.pool.reserve(self.kept.pop())  # what was just assigned fits
 

@@ -12,9 +12,7 @@ from sagellm.control_plane.chip_pool import search
 from sagellm.control_plane.chip_pool.search import Amount, cheapest
 
 
-def best_of_all(
-    costs: list[dict[int, float]], needs: list[Amount], room: list[Amount]
-) -> float:
+def best_of_all(costs: list[dict[int, float]], needs: list[Amount], room: list[Amount]) -> float:
     """The least cost of all choices; infinite where none fits."""
     best = math.inf
     for chosen in itertools.product(*(list(cost) for cost in costs)):

@@ -67,8 +67,13 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 def test_there_is_an_object_for_each_part(objects: dict[tuple[str, str], dict[str, Any]]) -> None:
     assert set(objects) == {
-        ("ConfigMap", "sagellm-fleet"), ("Secret", SECRET), ("Deployment", "sagellm-front"), ("Service", "sagellm"),
-        *((kind, f"sagellm-{group}") for kind in ("StatefulSet", "Service") for group in ("prefill", "decode", "cpu")),
+        ("ConfigMap", "sagellm-fleet"), ("Secret", SECRET),
+        ("Deployment", "sagellm-front"), ("Service", "sagellm"),
+        *(
+            (kind, f"sagellm-{group}")
+            for kind in ("StatefulSet", "Service")
+            for group in ("prefill", "decode", "cpu")
+        ),
     }  # fmt: skip
 
 
@@ -163,7 +168,7 @@ def test_groups_that_are_gone_have_no_file(resolved: Resolved, tmp_path: Path) -
     one = read(tmp_path / "one.yaml", "fleet: {groups: {only: {}}}")
     write_manifests(one, folder, ManifestOptions())
     assert [path.name for path in sorted(folder.glob("group-*"))] == ["group-only.yaml"]
-    with pytest.raises(ConfigError, match="has no fleet.groups"):
+    with pytest.raises(ConfigError, match=r"has no fleet.groups"):
         manifests(read(tmp_path / "none.yaml", ""), ManifestOptions())
 
 

@@ -38,7 +38,9 @@ class MixedRequest:
 
 @dataclass(slots=True)
 class MixedRun:
-    """Seconds from arrival to the first token, per token after it, and from arrival to the embedding."""
+    """What each request took, in seconds.
+
+    `ttft_s` and `embedding_s` from arrival, `tpot_s` per token after the first."""
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
@@ -64,7 +66,9 @@ class MixedInstance:
 
     def __init__(self, cost: CostModel, budget: SharedBudget, *, max_num_seqs: int = 64) -> None:
         if budget.max_batched_tokens <= max_num_seqs:
-            raise ConfigError("max_batched_tokens must exceed max_num_seqs: prompts need tokens of a step too")
+            raise ConfigError(
+                "max_batched_tokens must exceed max_num_seqs: prompts need tokens of a step too"
+            )
         self._cost, self._budget, self._max_num_seqs = cost, budget, max_num_seqs
         self._now_s = 0.0
         self._waiting: dict[bool, deque[MixedRequest]] = {False: deque(), True: deque()}
@@ -92,7 +96,7 @@ class MixedInstance:
         return self.result
 
     def check(self) -> None:
-        """Blocks that are held are those of the requests that run, and there are so many."""
+        """The blocks that are held are those of the requests that run."""
         held = sum(each.request.num_blocks for kind in self._computing.values() for each in kind)
         held += sum(each.request.num_blocks for each in self._decoding)
         if held != sum(self._held.values()) or held > self._budget.num_blocks:
@@ -135,7 +139,7 @@ class MixedInstance:
         return True
 
     def _demand(self, *, is_text: bool) -> ServiceDemand:
-        """Of requests with memory; those that wait for it count for how long the oldest waits."""
+        """Tokens of requests that have memory; without any, the wait of the next."""
         computing, waiting = self._computing[is_text], self._waiting[is_text]
         first = computing[0].request if computing else waiting[0] if waiting else None
         oldest_s = self._now_s - first.arrival_s if first else 0.0
@@ -183,7 +187,9 @@ class MixedInstance:
 def alternating_load(
     seconds: float, *, rates: tuple[float, float], period_s: float = 60.0, seed: int = 0
 ) -> list[MixedRequest]:
-    """Prompts at a Poisson rate, and texts at one that is three times its mean for a third of each period.
+    """Prompts at a Poisson rate, and texts in bursts.
+
+    Texts come in the first third of each period, at three times their mean rate.
 
     `rates`: prompts and texts per second. Prompts have 200 to 1800 tokens and answers 20 to 180, texts 100 to
     900 tokens, all equally likely.

@@ -2,6 +2,7 @@
 
 from sagellm.control_plane.chip_pool.isolation import visible_chips
 from sagellm.control_plane.chip_pool.needs import InstanceNeeds, RequestWork
-from sagellm.control_plane.chip_pool.pool import Assignment, ChipLease, ChipPool
+from sagellm.control_plane.chip_pool.pool import Assignment, ChipPool
+from sagellm.control_plane.chip_pool.reservations import ChipLease
 
 __all__ = ["Assignment", "ChipLease", "ChipPool", "InstanceNeeds", "RequestWork", "visible_chips"]

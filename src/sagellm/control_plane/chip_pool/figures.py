@@ -1,4 +1,4 @@
-"""Measured figures of chips as a file, so that a fleet starts without measuring again."""
+"""Measured figures of chips as a file: a fleet starts without measuring."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def with_figures(chips: Iterable[ChipCapability], path: Path) -> list[ChipCapabi
             found.append(chip)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} holds no figures of chips ({error}): `sagellm fleet chips --measure --save {path}` makes it"
+            f"{path} holds no figures of chips ({error}): `sagellm fleet chips --measure --save {path}` "
+            "makes it"
         ) from error
     return found

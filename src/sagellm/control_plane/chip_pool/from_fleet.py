@@ -48,7 +48,7 @@ def needs_of(
 
 
 def equal_cores(fleet: FleetConfig, num_free: int) -> int:
-    """Cores of an instance whose group names none; 0: too few to have some each."""
+    """Cores of an instance whose group names none; 0: they share."""
     local = [group for group in fleet.groups.values() if group.is_local]
     most = {id(group): max(group.num_instances, group.max_count or 0) for group in local}
     given = sum(most[id(group)] * group.cores for group in local if group.cores is not None)

@@ -17,7 +17,7 @@ _IN_PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def variable_of(vendor: str) -> str | None:
-    """The variable that lists the chips a process may use; None for an unknown vendor."""
+    """The variable that lists the chips a process may use; None: unknown vendor."""
     if vendor in _VARIABLES:
         return _VARIABLES[vendor]
     try:
@@ -34,7 +34,7 @@ def chip_number(name: str) -> str:
 
 
 def environment_of(chips: Collection[ChipCapability], pool: Iterable[ChipCapability]) -> dict[str, str]:
-    """Variables for a process that may use `chips` and none of the others of the pool.
+    """Variables for a process that may use `chips` and no other of the pool.
 
     Raises `ConfigError` for a chip whose vendor has no known variable: it could not be isolated.
     """

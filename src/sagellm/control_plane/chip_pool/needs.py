@@ -1,4 +1,7 @@
-"""What an instance needs, and what a request costs it on given chips: a roofline (Williams et al. 2009)."""
+"""What an instance needs, and what a request costs it on given chips.
+
+The cost is a roofline (Williams et al. 2009).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class RequestWork:
         return self.prompt_tokens * token_s
 
     def decode_s(self, flops: float, bytes_per_s: float) -> float:
-        """Seconds that an answer keeps the chips busy: its part of steps of `batch` rows."""
+        """Seconds that an answer keeps the chips busy, in steps of `batch` rows."""
         context = self.prompt_tokens + self.answer_tokens / 2
         read = self.weight_bytes + self.batch * context * self.kv_bytes_per_token
         step_s = max(2 * self.num_params * self.batch / flops, read / bytes_per_s)
@@ -69,7 +72,9 @@ class InstanceNeeds:
         if min(self.num_chips, self.memory_bytes, self.num_cores) < 0:
             raise ValueError(f"{self.name}: chips, cores and memory are not negative")
         if not self.is_exclusive and (self.num_chips != 1 or not self.memory_bytes):
-            raise ValueError(f"{self.name}: a shared chip is one chip, of which some memory_bytes are reserved")
+            raise ValueError(
+                f"{self.name}: a shared chip is one chip, of which some memory_bytes are reserved"
+            )
 
     def takes(self, chip: ChipCapability) -> bool:
         """Whether the chip would do, were it free."""
@@ -78,7 +83,7 @@ class InstanceNeeds:
         return self.kind in (None, chip.kind) and (not self.chip_names or chip.name in self.chip_names)
 
     def request_s(self, chip: ChipCapability, share: float = 1.0) -> float:
-        """Seconds that a request keeps the instance busy, with a `share` of each of its chips."""
+        """Seconds that a request keeps the instance busy, with that share of each chip."""
         part = share * max(1, self.num_chips)
         flops, bytes_per_s = chip.flops * part, chip.bandwidth_bytes_per_s * part
         prefill_s, decode_s = self.work.prefill_s(flops, bytes_per_s), self.work.decode_s(flops, bytes_per_s)
@@ -88,7 +93,9 @@ class InstanceNeeds:
 
 
 def stage_weights(needs: Sequence[InstanceNeeds]) -> list[float]:
-    """One over the instances of the same type: with these, costs sum to the seconds of a mean request."""
+    """For each instance one over those of its type.
+
+    Costs with these weights sum to the seconds of a mean request."""
     kinds = [each.type for each in needs]
     count = {kind: kinds.count(kind) for kind in set(kinds)}
     return [1.0 / count[kind] for kind in kinds]

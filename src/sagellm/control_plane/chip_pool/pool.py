@@ -1,4 +1,4 @@
-"""`ChipPool`: gives the instances of a host chips and cores, and takes them back when an instance ends."""
+"""`ChipPool`: which instances of a host have which chips and cores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class ChipPool:
     ) -> None:
         self.chips = {chip.name: chip for chip in chips}
         self._topology = topology
-        nodes = {name: numbers_of(topology.device(name).cpus) for name in self.chips if self.chips[name].is_cpu}
+        nodes = {
+            name: numbers_of(topology.device(name).cpus) for name in self.chips if self.chips[name].is_cpu
+        }
         self._cores = cores_by_node(cores, nodes)
         self._reserved = Reservations(self.chips, self._cores)
 
@@ -54,7 +56,7 @@ class ChipPool:
         return len(self._reserved.free_cores())
 
     def assign(self, needs: Sequence[InstanceNeeds]) -> Assignment:
-        """Chips and cores for all of `needs` from what is free, at the least time of a mean request.
+        """Chips and cores for all of `needs`, with which a mean request takes least.
 
         Raises `CapacityError` if not all fit, and says what would; `ConfigError` for names that are taken.
         """
@@ -96,7 +98,7 @@ class ChipPool:
 
 
 class _Draft:
-    """One assignment while it is made: leases are added to a copy of the books."""
+    """One assignment while it is made, in a copy of the books."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class _Draft:
     # -- accelerators
 
     def place_exclusive(self) -> None:
-        """Whole chips: first which class of equal chips, then which of it, by their links."""
+        """Whole chips: which class of equal chips, then which of these by their links."""
         needs = self._those(lambda each: each.num_chips > 0 and each.is_exclusive)
         classes: dict[tuple[object, ...], list[ChipCapability]] = {}
         for chip in self.reserved.free_chips():
@@ -136,10 +138,12 @@ class _Draft:
         ]
         chosen = cheapest(costs, [(each.num_chips, 0) for each in needs], [(len(g), 0) for g in groups])
         if len(chosen) < len(needs):
-            raise self._refusal(needs[len(chosen)])
+            raise self._refusal(needs[len(chosen)], len(chosen))
         for each, cost, number in zip(needs, costs, chosen, strict=True):
             self._take(each, groups[number])
-            self._explain(each, {groups[other][0].model or groups[other][0].name: cost[other] for other in cost})
+            self._explain(
+                each, {groups[other][0].model or groups[other][0].name: cost[other] for other in cost}
+            )
 
     def _take(self, need: InstanceNeeds, group: Sequence[ChipCapability]) -> None:
         free = {chip.name for chip in self.reserved.free_chips()}
@@ -151,12 +155,10 @@ class _Draft:
                 f"many of {', '.join(names)}: `sagellm topo` shows the links; chips: 1 needs none"
             )
         own = self._own_cores(need, found.names[0])
-        self.reserved.add(
-            ChipLease(need.name, found.names, True, need.memory_bytes, own, bool(own))
-        )
+        self.reserved.add(ChipLease(need.name, found.names, True, need.memory_bytes, own, bool(own)))
 
     def place_shared(self) -> None:
-        """A part of a chip each: the chip on which a request takes least, with all that are on it."""
+        """A part of a chip each, where a request then takes least."""
         for need in self._those(lambda each: each.num_chips > 0 and not each.is_exclusive):
             costs = {}
             for name, chip in self._chips.items():
@@ -172,7 +174,7 @@ class _Draft:
             self._explain(need, costs)
 
     def _own_cores(self, need: InstanceNeeds, chip: str) -> frozenset[Core]:
-        """Of free cores, those of the NUMA node that is nearest to the chip come first."""
+        """Free cores, those of the NUMA node nearest to the chip first."""
         node = host_node(self._topology, chip)
         free = sorted(self.reserved.free_cores(), key=lambda core: self._cores[core] != f"cpu:{node}")
         if len(free) < need.num_cores:
@@ -196,7 +198,7 @@ class _Draft:
         room = [(len(self.reserved.free_cores(n.name)), self.reserved.bytes_left(n.name)) for n in nodes]
         chosen = cheapest(costs, [(each.num_cores, each.memory_bytes) for each in needs], room)
         if len(chosen) < len(needs):
-            raise self._refusal(needs[len(chosen)])
+            raise self._refusal(needs[len(chosen)], len(chosen))
         for each, cost, number in zip(needs, costs, chosen, strict=True):
             name = nodes[number].name
             own = frozenset(self.reserved.free_cores(name)[: each.num_cores])
@@ -205,7 +207,9 @@ class _Draft:
             self._explain(each, {nodes[other].name: cost[other] for other in cost})
 
     def share_cores(self) -> None:
-        """Instances without cores of their own run on all cores that are left on their node, or elsewhere."""
+        """Give instances without cores of their own all that are left.
+
+        Those of their node, or of any where none is left there."""
         for need in self._those(lambda each: each.num_cores == 0):
             lease = self.reserved.leases[need.name]
             chip = lease.chips[0]
@@ -232,26 +236,32 @@ class _Draft:
             ", ".join(times)
         )
 
-    def _refusal(self, need: InstanceNeeds) -> CapacityError:
+    def _refusal(self, need: InstanceNeeds, num_chosen: int = 0) -> CapacityError:
         kind = "chip" if need.kind is None else need.kind.value
         what = f"{need.num_chips} {kind}(s)" if need.num_chips else "CPU cores"
         if need.memory_bytes:
             what += f" with {need.memory_bytes / GIB:.1f} GiB" + (" each" if need.num_chips > 1 else "")
         if need.num_cores:
             what += f" and {need.num_cores} core(s)"
-        states = [self._state(need, chip) for chip in self._chips.values() if chip.is_cpu == (not need.num_chips)]
-        num_placed = sum(each.name in self.reserved.leases for each in self._needs)
+        states = [
+            self._state(need, chip) for chip in self._chips.values() if chip.is_cpu == (not need.num_chips)
+        ]
+        num_placed = num_chosen + sum(each.name in self.reserved.leases for each in self._needs)
         return CapacityError(
             f"{need.name} needs {what}; there is {'; '.join(states) or 'none'}; "
-            f"{len(self.reserved.free_cores())} core(s) are free. {num_placed} of {len(self._needs)} instances "
-            f"have a place: {self._remedy(need)}"
+            f"{len(self.reserved.free_cores())} core(s) are free. {num_placed} of {len(self._needs)} "
+            f"instances have a place: {self._remedy(need)}"
         )
 
     def _state(self, need: InstanceNeeds, chip: ChipCapability) -> str:
         holders = ", ".join(lease.owner for lease in self.reserved.holders(chip.name))
         size = f"{self.reserved.bytes_left(chip.name) / GIB:.1f} GiB left"
-        excluded = need.kind not in (None, chip.kind) or (need.chip_names and chip.name not in need.chip_names)
-        return f"{chip.name} ({'not asked for' if excluded else f'of {holders}' if holders else 'free'}, {size})"
+        excluded = need.kind not in (None, chip.kind) or (
+            need.chip_names and chip.name not in need.chip_names
+        )
+        return (
+            f"{chip.name} ({'not asked for' if excluded else f'of {holders}' if holders else 'free'}, {size})"
+        )
 
     def _remedy(self, need: InstanceNeeds) -> str:
         fitting = [chip for chip in self._chips.values() if need.takes(chip)]

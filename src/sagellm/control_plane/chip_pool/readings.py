@@ -62,7 +62,10 @@ def _reading(nvml: Any, number: int) -> ChipReading:
     if handle is None:
         return ChipReading(name)
     memory, rates = ask("nvmlDeviceGetMemoryInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
-    milliwatts, processes = ask("nvmlDeviceGetPowerUsage", handle), ask("nvmlDeviceGetComputeRunningProcesses", handle)
+    milliwatts, processes = (
+        ask("nvmlDeviceGetPowerUsage", handle),
+        ask("nvmlDeviceGetComputeRunningProcesses", handle),
+    )
     degrees = ask("nvmlDeviceGetTemperature", handle, getattr(nvml, "NVML_TEMPERATURE_GPU", 0))
     return ChipReading(
         name,

@@ -15,7 +15,7 @@ Core = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChipLease:
-    """What an instance holds from its reservation until it is released, which its owner's death causes.
+    """What an instance holds, from its reservation until it has ended.
 
     It does not expire: a process that is silent may still use its chips. `chips`: accelerators, or the
     NUMA node's CPU chip. `memory_bytes`: of each of them; it is counted, the process itself has to keep
@@ -38,7 +38,7 @@ class ChipLease:
 
 
 class Reservations:
-    """Leases on chips and cores; adds one only if it takes nothing that another holds."""
+    """Leases on chips and cores, of which none takes what another holds."""
 
     def __init__(
         self,
@@ -85,8 +85,14 @@ class Reservations:
         if lease.memory_bytes > self.bytes_left(name):
             raise BookkeepingError(f"{lease.owner}: {name} has {self.bytes_left(name)} bytes left")
         others = self._on_chip[name].values()
-        if not self._chips[name].is_cpu and others and (lease.is_exclusive or any(o.is_exclusive for o in others)):
-            raise BookkeepingError(f"{lease.owner} holds {name}, which {', '.join(o.owner for o in others)} has")
+        if (
+            not self._chips[name].is_cpu
+            and others
+            and (lease.is_exclusive or any(o.is_exclusive for o in others))
+        ):
+            raise BookkeepingError(
+                f"{lease.owner} holds {name}, which {', '.join(o.owner for o in others)} has"
+            )
 
     def remove(self, owner: str) -> bool:
         lease = self._leases.pop(owner, None)
@@ -117,7 +123,7 @@ class Reservations:
         return [c for c, home in self._cores.items() if c not in self._own_cores and node in (None, home)]
 
     def check(self) -> None:
-        """No exclusive chip and no own core has two holders, and memory covers all leases.
+        """No exclusive chip or core has two holders, and memory covers all leases.
 
         Counts all of it anew from the leases. Raises `BookkeepingError`.
         """
@@ -128,6 +134,6 @@ class Reservations:
 
 
 def cores_by_node(cores: Sequence[Core], cpus_of: Mapping[str, set[int]]) -> dict[Core, str]:
-    """The CPU chip of each core; the first one for cores of which no source says."""
+    """The CPU chip of each core; the first where no source says."""
     first = next(iter(cpus_of), "")
     return {core: next((name for name, cpus in cpus_of.items() if core[0] in cpus), first) for core in cores}

@@ -1,4 +1,4 @@
-"""Chooses for each of several instances a class of equal chips, at the least cost in all."""
+"""Chooses a class of equal chips for each instance, at the least total cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State: TypeAlias = tuple[Amount, ...]
 def cheapest(
     costs: Sequence[Mapping[int, float]], needs: Sequence[Amount], room: Sequence[Amount]
 ) -> tuple[int, ...]:
-    """For each instance the class that it gets; shorter than `costs` where the next one fits nowhere.
+    """The class that each instance gets; shorter than `costs` if the next fits nowhere.
 
     `costs`: by class, of each instance, where it can be. `needs` of each instance are taken from the `room`
     of its class. Of all ways to use up the classes the cheapest is kept after each instance (dynamic

@@ -1,4 +1,4 @@
-"""Contract of the chip pool: a chip as whoever measured it describes it."""
+"""Contract of the chip pool: how a chip is described."""
 
 from __future__ import annotations
 

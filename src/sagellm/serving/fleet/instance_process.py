@@ -12,6 +12,7 @@ from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.core.config import Config
+from sagellm.core.cores import keep_to
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.kv_transfer import TransportEngine
@@ -29,9 +30,18 @@ log = logging.getLogger("sagellm.fleet")
 
 
 def run(options: Mapping[str, Any], inbox: Inbox) -> None:
-    """The entry of a child process: serve until the parent closes the inbox or is gone."""
+    """The entry of a child process: serve until the parent closes the inbox or is gone.
+
+    `options`: those of `instance_server`, and `cpus`, on which the process stays.
+    """
+    keep_to(options.get("cpus", ()))
     server = instance_server(options)
     threading.Thread(target=_stop_at_end, args=(inbox, server), name="lifeline", daemon=True).start()
+    serve_instance(server)
+
+
+def serve_instance(server: InstanceServer) -> None:
+    """Serve until the server is stopped, and close all of it."""
     try:
         server.run()
     finally:

@@ -1,8 +1,8 @@
-"""Kubernetes manifests of a fleet file: a StatefulSet for each group, a Deployment for the front.
+"""Kubernetes manifests of a fleet file.
 
-Group `decode` becomes a StatefulSet `sagellm-decode` with a headless Service, so each instance has a host
-name of its own; the ConfigMap holds the fleet file with these names as `addresses`. The shared key comes from
-a Secret that these files only name.
+The front becomes a Deployment, and group `decode` a StatefulSet `sagellm-decode` with a headless Service, so
+each instance has a host name of its own; the ConfigMap holds the fleet file with these names as `addresses`.
+The shared key comes from a Secret that these files only name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ManifestOptions:
 
 
 def write_manifests(resolved: Resolved, folder: Path, options: ManifestOptions) -> list[Path]:
-    """Write the files into `folder`, and an example of the Secret, which kubectl skips by its name.
+    """Write the files into `folder`, with an example of the Secret.
 
     Files of groups that the fleet file no longer has are removed. Raises `ConfigError` for a fleet file that
     cannot be deployed, and if a file cannot be written.

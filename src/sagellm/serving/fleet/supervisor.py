@@ -15,11 +15,13 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm.control_plane.chip_pool import ChipLease, RequestWork
+from sagellm.control_plane.chip_pool.from_fleet import needs_of
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet_instances import (
     FleetInstance,
@@ -30,8 +32,9 @@ from sagellm.control_plane.fleet_instances import (
 )
 from sagellm.core.config import Config
 from sagellm.core.config_layers import Resolved
-from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
+from sagellm.serving.fleet.chips import host_pool
 
 log = logging.getLogger("sagellm.fleet")
 FRONT = "front"
@@ -70,8 +73,8 @@ class Supervisor:
         self._ended: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._reader, self._writer = os.pipe()
-        for instance in fleet_instances(config.fleet):
-            self._know(instance)
+        self._pool = host_pool(config.fleet)
+        self._know(fleet_instances(config.fleet))
 
     @property
     def pids(self) -> dict[str, int]:
@@ -125,6 +128,7 @@ class Supervisor:
         process.group = None
         if not process.wanted:
             del self._processes[name]
+            self._pool.release(name)
             return
         now_s = time.monotonic()
         if now_s - process.started_s >= STEADY_S:
@@ -165,9 +169,7 @@ class Supervisor:
                 kind = self._resolved.config.fleet.groups[group].type
                 instance = FleetInstance(instance_name(group, number), group, kind)
                 if instance.name not in self._processes:
-                    self._know(instance)
-                    self._start(instance.name)
-                    self._tell_front()
+                    self._add(instance)
             case {"command": "end", "name": str(name)} if name in self._processes and name != FRONT:
                 process = self._processes[name]
                 process.wanted = False
@@ -177,6 +179,7 @@ class Supervisor:
                     self._end_soon(name, process.group)
                 else:
                     del self._processes[name]
+                    self._pool.release(name)
             case _:
                 log.warning("the front asks for what is unknown: %s", dict(command))
 
@@ -199,12 +202,38 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------- roles, end
 
-    def _know(self, instance: FleetInstance) -> None:
-        if instance.server is not None:
-            raise ConfigError(f"{instance.name}: plain servers are not routed to yet; leave the group out")
-        if instance.address:
-            self._endpoints[instance.name] = instance.address
+    def _add(self, instance: FleetInstance) -> None:
+        """Start one more, unless the host has no place for it."""
+        try:
+            self._know([instance])
+        except CapacityError as error:
+            log.warning("%s is not started: %s", instance.name, error)
             return
+        self._start(instance.name)
+        self._tell_front()
+
+    def _know(self, instances: Sequence[FleetInstance]) -> None:
+        """Reserve chips and cores for those that start here. Raises `CapacityError` if not all fit.
+
+        An instance keeps its chips when it is started again, and gives them back when it ends for good.
+        """
+        needs = needs_of(self._resolved, instances, self._pool, RequestWork())
+        assignment = self._pool.assign(needs)
+        self._pool.reserve(assignment)
+        for name, reason in assignment.reasons.items():
+            log.info("%s has %s", name, reason)
+        leases = {lease.owner: lease for lease in assignment.leases}
+        for instance in instances:
+            if instance.server is not None:
+                raise ConfigError(
+                    f"{instance.name}: plain servers are not routed to yet; leave the group out"
+                )
+            if instance.address:
+                self._endpoints[instance.name] = instance.address
+            else:
+                self._processes[instance.name] = self._local(instance, leases[instance.name])
+
+    def _local(self, instance: FleetInstance, lease: ChipLease) -> _Process:
         endpoint = f"ipc://{self._folder}/{instance.name}"
         self._endpoints[instance.name] = endpoint
         config = instance_config(self._resolved, instance.group)
@@ -214,8 +243,9 @@ class Supervisor:
             "endpoint": endpoint,
             "key": self._key.text,
             "config": _as_json(config),
+            "cpus": sorted(lease.cpus),
         }
-        self._processes[instance.name] = _Process(Role(instance.name, INSTANCE_ENTRY, options))
+        return _Process(Role(instance.name, INSTANCE_ENTRY, options, lease.environment))
 
     def _front_role(self) -> Role:
         options = {
