@@ -78,6 +78,10 @@ class GroupConfig(Section):
                 f"no engine computes embeddings yet, so there is no instance of type {self.type.value}: "
                 "general, prefilling, decoding or hybrid"
             )
+        if self.servers and self.type is not InstanceType.GENERAL:
+            raise ValueError(
+                f"plain servers exchange no KV with others: their type is general, not {self.type.value}"
+            )
         if not self.is_local:
             placed = {name for name in self.model_fields_set if name in _LOCAL_KEYS}
             placed |= {"settings"} & self.model_fields_set if self.servers else set()

@@ -158,10 +158,8 @@ class FleetEngine:
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
-        if request.params.seed is None and not request.params.greedy:  # each attempt has another id
-            seed = request_seed(self.policy.seed, request.request_id)
-            request = replace(request, params=replace(request.params, seed=seed))
-        self.requests.add(Served(request, queued_since_s=self._clock.now()))
+        seed = request_seed(self.policy.seed, request.request_id)
+        self.requests.add(Served(request, seed, queued_since_s=self._clock.now()))
         self._place_waiting()
 
     def abort(self, request_id: str) -> bool:
@@ -245,11 +243,11 @@ class FleetEngine:
             if self._capability is None:
                 raise EngineFailedError("no instance of this fleet is connected")
             return self._capability
-        first = known[0]
+        first = next((each for each in known if each.dtype), known[0])
         self._capability = replace(
             first,
             max_num_seqs=sum(each.max_num_seqs for each in known),
-            num_blocks=sum(each.num_blocks for each in known),
+            num_blocks=sum(each.num_blocks * each.block_size for each in known) // first.block_size,
             features=frozenset.intersection(*(each.features for each in known)),
         )
         return self._capability
@@ -284,9 +282,9 @@ class FleetEngine:
                 self._prefixes.apply(instance_id, event)
             case HandOverReport():
                 self._on_report(member, event)
-            case Refused(attempt_id, error):
+            case Refused(attempt_id, error, again):
                 if (served := self.requests.of_attempt(attempt_id)) is not None:
-                    self._fail(served, str(error))
+                    (self._retry if again else self._fail)(served, str(error))
             case Connected(facts):
                 self._on_connected(member, facts)
             case Lost(reason):
@@ -323,7 +321,7 @@ class FleetEngine:
         assert served.placement is not None
         prefill, decode = served.placement.prefill, served.placement.decode
         self.requests.leave_prefill(served)
-        self.members[decode].client.submit(served.current, self._part(HandOverPart.DECODE, prefill))
+        self._submit(decode, served, self._part(HandOverPart.DECODE, prefill))
 
     def _on_report(self, member: Member, report: HandOverReport) -> None:
         """Where the prefill instance cannot send, the other one need not wait for it."""
@@ -351,7 +349,8 @@ class FleetEngine:
                 continue
             ours, theirs = other.facts.capability, facts.capability
             for name in ("vocab_size", "dtype"):
-                if getattr(ours, name) != getattr(theirs, name):
+                told = getattr(ours, name), getattr(theirs, name)
+                if all(told) and told[0] != told[1]:
                     return (
                         f"its {name} is {getattr(theirs, name)}, that of {other.facts.instance_id} "
                         f"{getattr(ours, name)}: a fleet serves one model"
@@ -437,18 +436,36 @@ class FleetEngine:
     def _begin(self, served: Served, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
             placement = replace(placement, prefill=placement.decode)
+        placement = self._without_impossible(placement)
         self.requests.place(served, placement)
         first = self.members[placement.prefill].client
         self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
         onward = self._part(HandOverPart.PREFILL, placement.decode) if placement.is_separated else None
         source = self.members.get(placement.fetch_from)
         if source is None or not source.is_ready:
-            first.submit(served.current, onward)
+            self._submit(placement.prefill, served, onward)
             return
         request = served.request
         asked = served.attempt_id, request.tokens, first.instance_id, request.namespace
         source.client.call("send_prefix", asked)
-        first.submit(served.current, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
+        self._submit(placement.prefill, served, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
+
+    def _submit(self, instance_id: str, served: Served, *parts: HandOver | None) -> None:
+        member = self.members[instance_id]
+        is_seeded = member.facts is None or member.facts.draws_by_position
+        member.client.submit(served.attempt_request(is_seeded=is_seeded), *parts)
+
+    def _without_impossible(self, placement: Placement) -> Placement:
+        """Without what needs KV to go to or from an instance that exchanges none."""
+        if not self._exchange_kv(placement.prefill, placement.decode):
+            placement = replace(placement, prefill=placement.decode)
+        if placement.fetch_from and not self._exchange_kv(placement.fetch_from, placement.prefill):
+            placement = replace(placement, fetch_from="")
+        return placement
+
+    def _exchange_kv(self, *instance_ids: str) -> bool:
+        known = [self.members.get(instance_id) for instance_id in instance_ids]
+        return all(member and member.facts and member.facts.transfers for member in known)
 
     def _part(self, part: HandOverPart, peer: str) -> HandOver:
         fetches = part is HandOverPart.FETCH

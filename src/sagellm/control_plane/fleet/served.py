@@ -24,12 +24,14 @@ _MARK = "~"
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request of a client. `generated`: what has been handed out of its answer.
+    """One request of a client. `seed`: for instances that draw by position, if the client gave none: each
+    attempt has another id, and draws the same. `generated`: what has been handed out of its answer.
 
     `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
     """
 
     request: Request
+    seed: int = 0
     attempt: int = 0
     generated: list[int] = field(default_factory=list)
     placement: Placement | None = None
@@ -51,10 +53,14 @@ class Served:
         """Where its attempt is, or may be soon."""
         return set() if self.placement is None else {self.placement.prefill, self.placement.decode}
 
-    @property
-    def current(self) -> Request:
-        """What an instance is asked to compute now."""
-        return replace(self.request, request_id=self.attempt_id, generated=tuple(self.generated))
+    def attempt_request(self, *, is_seeded: bool) -> Request:
+        """What an instance is asked to compute now. `is_seeded`: with a seed in any case, if it draws."""
+        params = self.request.params
+        if is_seeded and params.seed is None and not params.greedy:
+            params = replace(params, seed=self.seed)
+        return replace(
+            self.request, request_id=self.attempt_id, params=params, generated=tuple(self.generated)
+        )
 
     def metadata(self, now_s: float, expected_tokens: int) -> RequestMetadata:
         request, goal_s = self.request, self.request.slo.ttft_s

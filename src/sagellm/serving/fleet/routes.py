@@ -112,8 +112,11 @@ class FleetRoutes:
         body = await self.reader.read(InstanceRequest, request)
         lifecycle = self._lifecycle()
         async with self._busy:
-            names = [body.name] if body.name else await self.gateway.call(lambda llm: list(_engine(llm).members))
-            for name in names:
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            own = [name for name in members if self.fleet.groups[group_of(name, self.fleet)].is_local]
+            if body.name is not None and body.name in members and body.name not in own:
+                raise RequestError(f"name: {body.name} is started by something else, and restarted there", "name")
+            for name in own if body.name is None else [body.name]:
                 await self._drain(name)
                 lost_before = await self._member(name, lambda member: member.num_lost)
                 lifecycle.restart(name)

@@ -23,6 +23,7 @@ from typing import Any
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet_instances import (
     FleetInstance,
+    api_key,
     fleet_instances,
     instance_config,
     instance_name,
@@ -30,7 +31,7 @@ from sagellm.control_plane.fleet_instances import (
 )
 from sagellm.core.config import Config
 from sagellm.core.config_layers import Resolved
-from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.core.errors import EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
 
 log = logging.getLogger("sagellm.fleet")
@@ -200,8 +201,9 @@ class Supervisor:
     # --------------------------------------------------------------------------------------- roles, end
 
     def _know(self, instance: FleetInstance) -> None:
-        if instance.server is not None:
-            raise ConfigError(f"{instance.name}: plain servers are not routed to yet; leave the group out")
+        if instance.server is not None:  # the front speaks to it by itself
+            api_key(instance.name, instance.server)
+            return
         if instance.address:
             self._endpoints[instance.name] = instance.address
             return
