@@ -95,7 +95,7 @@ class Scene:
 
     def start(self, name: str) -> InstanceServer:
         events = EventBus()
-        self.backends[name] = TokenMemoryBackend()
+        self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,

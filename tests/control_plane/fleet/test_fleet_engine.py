@@ -104,7 +104,7 @@ def test_an_abort_reaches_the_instance(scene: Scene) -> None:
 
 def test_a_front_that_dies_leaves_nothing(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 1, lease_s=0.3)
-    scene.front.add(request("r", PROMPT, 100_000 // 8))
+    scene.front.add(request("r", PROMPT, 4000))
     scene.until(lambda: "r" in scene.tokens)
     server = scene.servers["i-0"]
     scene.instances.close()
