@@ -11,6 +11,7 @@ import pytest
 from sagellm.control_plane.fleet import plain_server
 from sagellm.control_plane.fleet.plain_server import PlainServer, PlainServers, PlainTerms
 from sagellm.control_plane.kv_events import salt_digest
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.fleet_config import PlainServerConfig
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
@@ -121,7 +122,7 @@ def test_tokens_in_and_tokens_out(servers: PlainServers, kind: str, per_message:
             8,
         )
         assert last.num_cached_tokens == 4
-        assert len(seen.of(RequestOutput)) == -(-8 // per_message) == 8 // per_message + (8 % per_message > 0)
+        assert len(seen.of(RequestOutput)) == cdiv(8, per_message)
         facts = seen.client.facts
         assert facts is not None
         assert (facts.max_model_len, facts.capability.block_size, facts.capability.num_blocks) == (
@@ -526,8 +527,8 @@ def test_what_a_plain_server_can_be_asked(servers: PlainServers) -> None:
         calls = {
             name: seen.client.call(name, given)
             for name, given in (
-                ("stats", ()), ("diagnostics", ()), ("hint", (envelope, Namespace())), ("clear_cache", (False,)),
-                ("pin", (Tokens(PROMPT), Namespace())), ("explain", (Tokens(PROMPT), Namespace(), None)),
+                ("stats", ()), ("diagnostics", ()), ("hint", (envelope, Namespace())),
+                ("clear_cache", (False,)), ("pin", (Tokens(PROMPT), Namespace())), ("explain", (Tokens(PROMPT), Namespace(), None)),
             )
         }  # fmt: skip
         seen.until(lambda: len(seen.of(Answer)) == len(calls))
