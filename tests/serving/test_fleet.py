@@ -126,7 +126,7 @@ def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
     [
         ("drain", {}, 400, "which instance"),
         ("drain", {"name": "x"}, 404, "prefill-0"),
-        ("scale", {"group": "x", "count": 1}, 400, "decode, prefill"),
+        ("scale", {"group": "x", "count": 1}, 400, "prefill, decode"),
         ("scale", {"group": "decode", "count": -1}, 400, "count"),
     ],
 )

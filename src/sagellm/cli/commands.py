@@ -53,7 +53,6 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
-app.add_typer(fleet.app, name="fleet")
 app.add_typer(vllm.app, name="vllm")
 
 

@@ -84,7 +84,7 @@ class StandIn:
     def _end_connections(self) -> None:
         self._server.servers[0].close()
         for connection in list(self._server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
     def _app(self) -> Starlette:
         paths: dict[str, Any] = {
@@ -166,8 +166,7 @@ class StandIn:
         self.num_running += 1
         is_done = False
         try:
-            num_sent = 0
-            for message in self._messages(body):
+            for num_sent, message in enumerate(self._messages(body)):
                 await asyncio.sleep(self.delay_s)
                 changed = self.change(message)
                 data = b"data: " + json.dumps(changed).encode() + b"\n\n"
@@ -179,7 +178,6 @@ class StandIn:
                     raise ConnectionError("cut")
                 if changed is not None:
                     yield data
-                num_sent += 1
             yield b"data: [DONE]\n\n"
             is_done = True
         finally:
@@ -256,8 +254,8 @@ class StandIn:
     ) -> dict[str, Any]:
         first = start if self.info.get("incremental_streaming_output") else 0
         meta: dict[str, Any] = {
-            "id": "1", "finish_reason": finish and {"type": finish, "length": stop}, "prompt_tokens": len(prompt),
-            "completion_tokens": stop, "cached_tokens": self.cached,
+            "id": "1", "finish_reason": finish and {"type": finish, "length": stop},
+            "prompt_tokens": len(prompt), "completion_tokens": stop, "cached_tokens": self.cached,
         }  # fmt: skip
         if body.get("return_logprob"):
             num = body["top_logprobs_num"]

@@ -9,19 +9,18 @@ from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus
-from sagellm.core.protocols.fleet import KVChanges
 from sagellm.core.protocols.router import (
-    NOT_CACHED,
     CachedPrefix,
     ExecutionInstance,
     InstanceType,
     Placement,
     RequestMetadata,
 )
-from sagellm.core.types import CapabilityDescriptor, FinishReason, Namespace, Request, RequestOutput, Tokens
+from sagellm.core.types import CapabilityDescriptor, FinishReason, Request, RequestOutput
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 from sagellm.engines.validation import check_request
@@ -32,6 +31,8 @@ KEY = FleetKey("a key of sixteen or more")
 
 class InTurn:
     """A router that takes the instances in turn, and counts what it is told."""
+
+    reads_cache = True
 
     def __init__(self) -> None:
         self.turn = 0
@@ -53,23 +54,6 @@ class InTurn:
     def observe(self, instance_id: str, latencies_s: object) -> None: ...
 
 
-class NothingKnown:
-    """Knows no cached prefix."""
-
-    def __init__(self) -> None:
-        self.changes: list[tuple[str, KVChanges]] = []
-
-    def apply(self, instance_id: str, changes: KVChanges) -> None:
-        self.changes.append((instance_id, changes))
-
-    def forget(self, instance_id: str) -> None: ...
-
-    def lookup(
-        self, tokens: Tokens, namespace: Namespace, instances: Sequence[str]
-    ) -> Sequence[CachedPrefix]:
-        return [NOT_CACHED] * len(instances)
-
-
 class Scene:
     """`num` instances and a front. Nothing moves but in `turn`."""
 
@@ -79,7 +63,7 @@ class Scene:
         self.servers: dict[str, InstanceServer] = {}
         self.instances = Instances(KEY, self.clock, lease_s=lease_s)
         self.router = InTurn()
-        self.prefixes = NothingKnown()
+        self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
             self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=policy
         )
@@ -108,6 +92,7 @@ class Scene:
         server = self.servers.pop(name)
         server._socket.close(linger=0)
         server._context.term()
+        server._bell.close()
 
     def engine(self, name: str) -> Engine:
         engine = self.servers[name].engine
@@ -116,6 +101,7 @@ class Scene:
 
     def turn(self) -> None:
         for server in self.servers.values():
+            server.wake()
             server.turn()
             server.check()
             check_books(self.engine(server.instance_id))
@@ -127,12 +113,11 @@ class Scene:
                 self.ended[output.request_id] = output
         self.front.check()
 
-    def until(self, is_so: Callable[[], bool], turns: int = 2000) -> None:
-        for _ in range(turns):
-            if is_so():
-                return
+    def until(self, is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+        until_s = self.clock.now() + within_s
+        while not is_so():
+            assert self.clock.now() < until_s, f"not so within {within_s} s"
             self.turn()
-        raise AssertionError(f"{turns} turns were not enough")
 
     def finish(self) -> None:
         self.until(lambda: not len(self.front.requests))

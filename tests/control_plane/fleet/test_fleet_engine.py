@@ -308,7 +308,14 @@ def test_a_fleet_that_does_not_start_says_which_instance(tmp_path: Path) -> None
     scene.close()
 
 
-def test_changes_of_caches_arrive_before_the_tokens(scene: Scene) -> None:
+def test_what_caches_hold_is_known_with_the_tokens(scene: Scene) -> None:
     scene.front.add(request("r", PROMPT, 3))
     scene.finish()
-    assert any(changes.events for _, changes in scene.prefixes.changes)
+    [name] = scene.router.placed
+    names = ["i-0", "i-1"]
+    cached = scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names)
+    assert cached[names.index(name)].num_device_tokens == len(PROMPT) // 4 * 4
+    assert cached[1 - names.index(name)].num_tokens == 0
+    scene.kill(name)
+    scene.until(lambda: not scene.front.members[name].is_ready)
+    assert all(not each.num_tokens for each in scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names))

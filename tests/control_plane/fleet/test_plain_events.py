@@ -126,7 +126,7 @@ def test_a_gap_makes_it_incomplete_until_all_is_cleared(publisher: Publisher, re
     publisher.send(3, stored(2))
     reader.until(2)
     assert [changes.is_complete for changes in reader.changes] == [True, False, True]
-    assert not reader.events.is_fresh
+    wait_until(lambda: not reader.events.is_fresh)
     publisher.send(4, AllBlocksCleared())
     reader.until(3)
     wait_until(lambda: reader.events.is_fresh)
@@ -149,7 +149,7 @@ def test_a_new_process_has_nothing_of_the_former(publisher: Publisher, reader: R
     reader.until(2)
     publisher.send(0, stored(3))
     assert [type(event) for event in reader.until(4)[2:]] == [IndexCleared, BlocksStored]
-    assert reader.events.is_fresh
+    wait_until(lambda: reader.events.is_fresh)
 
 
 def test_nothing_is_given_after_the_end(publisher: Publisher) -> None:

@@ -11,12 +11,13 @@ import pytest
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.fleet_config import PlainServerConfig
 from sagellm.core.protocols.router import Placement
 from sagellm.core.types import FinishReason, Request, RequestOutput, SamplingParams, Tokens
 from tests.control_plane.fleet.plain_stand_in import MODEL, VOCAB, StandIn, continued, wait_until
-from tests.control_plane.fleet.scene import KEY, InTurn, NothingKnown, _check
+from tests.control_plane.fleet.scene import KEY, InTurn, _check
 
 PROMPT = [5, 9, 11, 13, 400, 3]
 
@@ -31,7 +32,7 @@ class PlainScene:
         self.router = InTurn()
         policy = FleetPolicy(patience_s=20.0, max_retries=100)
         self.front = FleetEngine(
-            self.instances, self.router, NothingKnown(), _check, clock=clock, policy=policy
+            self.instances, self.router, PrefixIndex(clock), _check, clock=clock, policy=policy
         )
         terms = PlainTerms(MODEL, VOCAB, interval_s=0.02, lease_s=1.0)
         self.plain = PlainServers(terms, clock, self.instances.wake)
@@ -57,6 +58,10 @@ class PlainScene:
             return is_so()
 
         wait_until(look)
+
+    def until_drawn(self, num_tokens: int) -> None:
+        """Until some answer has more tokens than this."""
+        self.until(lambda: any(len(each) > num_tokens for each in self.tokens.values()))
 
     def finish(self) -> None:
         self.until(lambda: not len(self.front.requests))
@@ -102,8 +107,7 @@ def test_no_request_is_lost_when_servers_die(scene: PlainScene) -> None:
     for number in range(12):
         scene.front.add(request(f"r{number}", 60, number))
     for victim in (0, 1, 0, 1):
-        until = draw.randrange(4, 40)
-        scene.until(lambda until=until: any(len(each) > until for each in scene.tokens.values()))
+        scene.until_drawn(draw.randrange(4, 40))
         scene.restart(victim, delay_s=0.005)
     scene.finish()
     for number in range(12):
@@ -152,11 +156,13 @@ def test_a_client_that_gave_a_seed_is_told(scene: PlainScene) -> None:
     assert "random numbers of the seed" in (scene.ended["r"].error or "")
 
 
-def test_nothing_is_handed_over_between_plain_servers(scene: PlainScene) -> None:
+def test_nothing_is_handed_over_between_plain_servers(
+    scene: PlainScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def place(*_: object) -> Placement:
         return Placement("p-0", "p-1", fetch_from="p-1")
 
-    scene.router.place = place  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.router, "place", place)
     scene.front.add(request("r", 9))
     scene.finish()
     assert scene.tokens["r"] == continued([1, *PROMPT], 9)

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ import pytest
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.fleet_config import PlainServerConfig
-from sagellm.core.types import FinishReason, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.core.types import FinishReason, Namespace, Request, RequestOutput, SamplingParams, Tokens
 from sagellm.engines.build import load
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.tokenizer import Tokenizer
 from tests.control_plane.fleet.plain_stand_in import wait_until
-from tests.control_plane.fleet.scene import KEY, InTurn, NothingKnown, _check
+from tests.control_plane.fleet.scene import KEY, InTurn, _check
 from tests.serving.live import LOCALHOST, free_port
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
@@ -99,7 +100,7 @@ class Front:
         self.tokenizer = Tokenizer.from_folder(DEMO_MODEL)
         sample = tuple(self.tokenizer.encode(SAMPLE, add_special_tokens=False))
         terms = PlainTerms(MODEL, self.tokenizer.vocab_size, (SAMPLE, sample), interval_s=0.1, lease_s=5.0)
-        self.instances, self.prefixes = Instances(KEY, clock), NothingKnown()
+        self.instances, self.prefixes = Instances(KEY, clock), PrefixIndex(clock)
         self.plain = PlainServers(terms, clock, self.instances.wake)
         self.engine = FleetEngine(self.instances, InTurn(), self.prefixes, _check, clock=clock)
         for number, config in enumerate(configs):
@@ -113,12 +114,15 @@ class Front:
         for output in self.engine.step():
             self.outputs.setdefault(output.request_id, []).append(output)
 
-    def finish(self) -> None:
-        def is_done() -> bool:
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        def look() -> bool:
             self.turn()
-            return not len(self.engine.requests)
+            return is_so()
 
-        wait_until(is_done, "all answers")
+        wait_until(look, what)
+
+    def finish(self) -> None:
+        self.until(lambda: not len(self.engine.requests), "all answers")
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs[name] for token in output.new_token_ids]
@@ -185,7 +189,7 @@ def test_an_answer_goes_on_behind_its_tokens(front: Front, ours: LLM) -> None:
     given = request(front, "go", PROMPTS[3], max_tokens=20, ignore_eos=True)
     whole = reference(ours, given)[0]
     front.engine.add(given)
-    wait_until(lambda: (front.turn(), "go" in front.outputs and len(front.tokens("go")) >= 4)[1])
+    front.until(lambda: "go" in front.outputs and len(front.tokens("go")) >= 4, "four tokens")
     front.engine.move_away(next(iter(front.engine.members)))
     front.finish()
     assert front.tokens("go") == whole
@@ -206,6 +210,7 @@ def test_sampling_parameters_are_accepted(front: Front) -> None:
 
 def test_its_cache_and_load_are_known(front: Front, peers: list[Peer]) -> None:
     long = PROMPTS[3] * 3
+    tokens = front.tokenizer.encode(long)
     for number in range(2 * len(peers)):  # in turn: each server twice
         front.engine.add(request(front, f"c{number}", long, max_tokens=2))
         front.finish()
@@ -216,22 +221,23 @@ def test_its_cache_and_load_are_known(front: Front, peers: list[Peer]) -> None:
         assert member.facts.max_model_len == 512
         assert member.load.num_blocks * member.facts.capability.block_size >= 512
         if peer.config.events is not None:
-            changes = [change for name, change in front.prefixes.changes if name == f"p-{number}"]
-            assert any(change.events for change in changes)
-            assert all(change.is_complete for change in changes)
+            [cached] = front.prefixes.lookup(tokens, Namespace(), [f"p-{number}"])
+            assert cached.num_device_tokens >= len(tokens) - 32
+            assert member.load.is_fresh
+            front.engine.add(request(front, f"d{number}", long, max_tokens=2))
+            front.finish()
 
 
 def test_an_abort_ends_it_there(front: Front) -> None:
     front.engine.add(request(front, "a", PROMPTS[3], max_tokens=300, ignore_eos=True))
-    wait_until(lambda: (front.turn(), "a" in front.outputs)[1])
+    front.until(lambda: "a" in front.outputs, "a token")
     assert front.engine.abort("a")
 
     def is_idle() -> bool:
-        front.turn()
         loads = [member.load for member in front.engine.members.values()]
         return all(load is not None and load.num_requests == 0 for load in loads)
 
-    wait_until(is_idle, "the server is idle")
+    front.until(is_idle, "the server is idle")
 
 
 def test_a_killed_server_is_lost(front: Front, peers: list[Peer]) -> None:
@@ -240,7 +246,7 @@ def test_a_killed_server_is_lost(front: Front, peers: list[Peer]) -> None:
     if process is None:
         pytest.skip("the server is not ours to kill")
     front.engine.add(request(front, "k", PROMPTS[3], max_tokens=300, ignore_eos=True))
-    wait_until(lambda: (front.turn(), "k" in front.outputs)[1])
+    front.until(lambda: "k" in front.outputs, "a token")
     os.killpg(process.pid, signal.SIGKILL)
-    wait_until(lambda: (front.turn(), front.engine.members["p-0"].facts is None)[1], "the loss")
+    front.until(lambda: front.engine.members["p-0"].facts is None, "the loss")
     assert front.engine.requests.get("k") is not None  # it waits for another server

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
@@ -193,7 +194,6 @@ class RemoteInstance:
                 f"{self._id}: {self.endpoint!r} is no endpoint ({error.strerror}): 'tcp://host:port' or "
                 "'ipc://path'"
             ) from error
-        self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
 
     def _post(self, message: FromFront) -> None:
         if self._facts is not None:
@@ -201,7 +201,8 @@ class RemoteInstance:
 
     def _send(self, message: FromFront) -> None:
         assert self._socket is not None
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # the connection has just ended, as the monitor will say
+            self._socket.send(encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
         while self._socket is not None:
@@ -262,6 +263,7 @@ class RemoteInstance:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_handshake = True
+                self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
             elif event in _ENDS:
                 unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
                 self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])

@@ -14,6 +14,8 @@ from typing import Any, NoReturn, Protocol
 
 from sagellm.control_plane.fleet.served import Served, ServedRequests
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
+from sagellm.control_plane.kv_events import Gap
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError, RequestError, SageError
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
@@ -71,16 +73,6 @@ class Clients(Protocol):
     def close(self) -> None: ...
 
 
-class PrefixKnowledge(Protocol):
-    """What the instances have cached (`router/prefix_index.py`)."""
-
-    def apply(self, instance_id: str, changes: KVChanges) -> None: ...
-
-    def forget(self, instance_id: str) -> None: ...
-
-    def lookup(self, tokens: Tokens, namespace: Namespace, instances: Sequence[str]) -> Sequence[CachedPrefix]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class FleetPolicy:
     """`max_retries`: of a request whose instance was lost. `patience_s`: a request waits so long for an
@@ -115,7 +107,7 @@ class FleetEngine:
     """Implements `EngineCore` over instances.
 
     `check` raises `RequestError` for a request that no instance can compute; it is given the capability and
-    the longest context. No request is lost: where an instance goes, its requests begin again elsewhere behind
+    the longest context. `namespace_of`: under which namespace instances keep a request's blocks. No request is lost: where an instance goes, its requests begin again elsewhere behind
     the tokens that were handed out, or end with an error that says why.
     """
 
@@ -123,14 +115,16 @@ class FleetEngine:
         self,
         clients: Clients,
         router: Router,
-        prefixes: PrefixKnowledge,
+        prefixes: PrefixIndex,
         check: Callable[[Request, CapabilityDescriptor, int], None],
         *,
         clock: Clock,
         policy: FleetPolicy = FleetPolicy(),
+        namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
     ) -> None:
         self._clients, self._router, self._prefixes = clients, router, prefixes
         self._check, self._clock, self.policy = check, clock, policy
+        self._namespace_of = namespace_of
         self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
         self._outputs: list[RequestOutput] = []
@@ -277,9 +271,12 @@ class FleetEngine:
             case RequestOutput():
                 self._on_output(instance_id, event)
             case ExecutionInstance():
-                member.load = event
-            case KVChanges():
-                self._prefixes.apply(instance_id, event)
+                member.load = self._as_seen_here(event)
+            case KVChanges(changes, is_complete):
+                for change in changes:
+                    self._prefixes.apply(instance_id, change)
+                if not is_complete:
+                    self._prefixes.apply(instance_id, Gap(0, 0))
             case HandOverReport():
                 self._on_report(member, event)
             case Refused(attempt_id, error, again):
@@ -291,6 +288,20 @@ class FleetEngine:
                 self._lost(member, instance_id, reason)
             case Answer():
                 self._on_answer(instance_id, event)
+
+    def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
+        """With this clock's time, and with the requests whose prompt another instance still computes."""
+        instance_id = load.instance_id
+        coming = sum(
+            served.placement is not None and served.placement.prefill != instance_id
+            for served in self.requests.on(instance_id)
+        )
+        return replace(
+            load,
+            num_waiting=load.num_waiting + coming,
+            is_fresh=load.is_fresh and self._prefixes.is_fresh(instance_id),
+            reported_s=self._clock.now(),
+        )
 
     def _on_output(self, instance_id: str, output: RequestOutput) -> None:
         served = self.requests.of_attempt(output.request_id)
@@ -337,6 +348,8 @@ class FleetEngine:
         if member.fault:
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
+        self._prefixes.leave(facts.instance_id)
+        self._prefixes.join(facts.instance_id)
         for other in self._ready():
             if other is not member and other.facts is not None:
                 other.client.add_peer(facts)
@@ -363,7 +376,7 @@ class FleetEngine:
     def _lost(self, member: Member, instance_id: str, reason: str) -> None:
         member.facts, member.load, member.stats = None, None, None
         member.num_lost += 1
-        self._prefixes.forget(instance_id)
+        self._prefixes.leave(instance_id)
         for other in self._ready():
             other.client.lose_peer(instance_id)
         for call in [call for call in self._stats_calls if call[0] == instance_id]:
@@ -426,7 +439,9 @@ class FleetEngine:
             request = served.request
             expected = request.params.max_tokens or 0
             metadata = served.metadata(self._clock.now(), expected)
-            cached = self._prefixes.lookup(request.tokens, request.namespace, names)
+            cached: Sequence[CachedPrefix] = [NOT_CACHED] * len(names)
+            if self._router.reads_cache:
+                cached = self._prefixes.lookup(request.tokens, self._namespace_of(request.namespace), names)
             try:
                 placement = self._router.place(metadata, loads, cached)
             except CapacityError:
@@ -538,8 +553,8 @@ class FleetEngine:
         if not ready:
             raise CapacityError("no instance of this fleet is connected")
         names = [member.facts.instance_id for member in ready if member.facts is not None]
-        cached = self._prefixes.lookup(tokens, namespace, names)
-        most = max(range(len(ready)), key=lambda number: (cached[number] or NOT_CACHED).num_tokens)
+        cached = self._prefixes.lookup(tokens, self._namespace_of(namespace), names)
+        most = max(range(len(ready)), key=lambda number: cached[number].num_tokens)
         return ready[most]
 
     def _ask_each(self, name: str, arguments: Sequence[Any] = ()) -> list[Any]:

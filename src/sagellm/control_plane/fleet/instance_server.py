@@ -178,6 +178,10 @@ class InstanceServer:
     def stop(self) -> None:
         """Have `run` return. For any thread."""
         self._stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End a `turn` that waits. For any thread."""
         self._bell.ring()
 
     def turn(self) -> None:

@@ -57,6 +57,7 @@ class LoadMeter:
             num_queued_tokens=self._num_queued_tokens,
             num_free_blocks=stats.blocks_free + stats.blocks_cached,
             num_blocks=total,
+            block_size=self._capability.block_size,
             max_num_seqs=self._capability.max_num_seqs,
             kv_cache_usage=stats.blocks_active / total if total else 0.0,
             eviction_count=self._num_evicted,

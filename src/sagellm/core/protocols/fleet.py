@@ -1,7 +1,7 @@
 """Contracts of a fleet: an instance seen from outside, and a request that moves between two of them.
 
-    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send its KV to the peer
-    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for that KV, then go on from `generated`
+    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send KV to the peer
+    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for KV, then go on from `generated`
     prefill   -> decode    KV of whole blocks, by a transfer
 
 The transfer only saves work: the instance that decodes has all tokens, so where KV does not come it computes
@@ -85,6 +85,7 @@ class HandOverReport:
     num_layers: int = 0
     num_tokens: int = 0
     reason: str = ""
+    attempt: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -189,4 +190,3 @@ class EngineClient(Protocol):
         """What has happened since the last call, in order."""
 
     def close(self) -> None: ...
-    attempt: int = 0
