@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-MODEL, VOCAB, MAX_LEN, EOS, PATIENCE_S = "tiny", 1000, 256, 7, 20.0
+MODEL, VOCAB, MAX_LEN, EOS, PATIENCE_S = "tiny", 1000, 256, 7, 60.0
 
 
 def next_token(tokens: Sequence[int]) -> int:

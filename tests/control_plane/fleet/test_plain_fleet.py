@@ -34,7 +34,7 @@ class PlainScene:
         self.front = FleetEngine(
             self.instances, self.router, PrefixIndex(clock), _check, clock=clock, policy=policy
         )
-        terms = PlainTerms(MODEL, VOCAB, interval_s=0.02, lease_s=1.0)
+        terms = PlainTerms(MODEL, VOCAB, interval_s=0.02, lease_s=20.0)
         self.plain = PlainServers(terms, clock, self.instances.wake)
         for number, server in enumerate(self.servers):
             client = self.plain.add(f"p-{number}", PlainServerConfig(url=server.url))

@@ -93,7 +93,7 @@ def servers() -> Iterator[PlainServers]:
 
 
 def terms(**given: Any) -> PlainTerms:
-    return PlainTerms(MODEL, VOCAB, **{"interval_s": 0.02, "lease_s": 0.5, **given})
+    return PlainTerms(MODEL, VOCAB, **{"interval_s": 0.02, "lease_s": 20.0, **given})
 
 
 def request(
@@ -429,14 +429,30 @@ def test_a_server_that_dies_is_lost_and_found_again(servers: PlainServers, kind:
 
 
 @pytest.mark.parametrize("settings", [{"health": 503}, {"health_s": 3.0}])
-def test_a_server_whose_health_fails_is_lost(servers: PlainServers, settings: dict[str, Any]) -> None:
-    with standing_in("vllm", delay_s=0.05) as server:
+def test_a_server_whose_health_fails_is_lost(settings: dict[str, Any]) -> None:
+    servers = PlainServers(terms(lease_s=0.5), MonotonicClock(), lambda: None)
+    with standing_in("vllm", delay_s=10.0) as server:
         seen = Seen(servers, server).connected()
         seen.client.submit(request(200))
+        seen.until(lambda: server.num_running)
         vars(server).update(settings)
         seen.until(lambda: seen.of(Lost))
         assert "/health" in seen.of(Lost)[0].reason
         seen.until(lambda: server.num_aborted == 1, "its requests are aborted")
+    servers.close()
+
+
+def test_a_server_that_sends_tokens_lives_although_its_health_is_late() -> None:
+    servers = PlainServers(terms(lease_s=0.5), MonotonicClock(), lambda: None)
+    with standing_in("vllm", delay_s=0.05) as server:
+        seen = Seen(servers, server).connected()
+        seen.client.submit(request(40))
+        seen.until(lambda: seen.tokens())
+        server.health_s = 100.0
+        seen.until(lambda: seen.ended())
+        assert seen.tokens() == continued(PROMPT, 40)
+        seen.until(lambda: seen.of(Lost))
+    servers.close()
 
 
 def test_a_server_that_was_started_again_is_lost(servers: PlainServers) -> None:

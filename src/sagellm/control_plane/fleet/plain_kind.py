@@ -22,11 +22,14 @@ T = TypeVar("T")
 
 
 class PlainServerError(SageError):
-    """What a server has sent, or not sent, in place of tokens. `status`: that of HTTP; 0: there is none."""
+    """What a server has sent, or not sent, in place of tokens.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    `status`: that of HTTP; 0: there is none. `is_silence`: it has sent nothing in time.
+    """
+
+    def __init__(self, message: str, status: int = 0, *, is_silence: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.is_silence = status, is_silence
 
 
 Ask = Callable[[str], Awaitable[bytes]]

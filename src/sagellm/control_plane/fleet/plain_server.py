@@ -75,7 +75,7 @@ class PlainTerms:
 
     `model`: the name that its clients use. `sample`: a text, and the tokens that its tokenizer makes of it; a
     server whose tokenizer makes others is not connected. `interval_s`: between two looks at health and load.
-    `lease_s`: its health is given so long. `stall_s`: so long may an answer bring nothing.
+    `lease_s`: a server that sends nothing for so long is lost. `stall_s`: so long may an answer bring nothing.
     """
 
     model: str
@@ -107,12 +107,13 @@ _MODELS, _TOKENS = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Tokens)
 class _Link:
     """One connection: from the moment that the server's facts are known to the moment that it is lost.
 
-    `fault`: why it is to end; set `look` with it.
+    `sign_s`: when the server last sent anything. `fault`: why it is to end; `look` is set with it.
     """
 
     kind: PlainKind
     facts: InstanceFacts
     meter: PlainMeter
+    sign_s: float
     events: PlainEvents | None = None
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     look: asyncio.Event = field(default_factory=asyncio.Event)
@@ -316,7 +317,7 @@ class PlainServer:
             kind.max_model_len,
             draws_by_position=kind.draws_by_position,
         )
-        return _Link(kind, facts, PlainMeter(facts, self._clock))
+        return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now())
 
     def _capability(self, kind: PlainKind) -> CapabilityDescriptor:
         """`dtype` is empty, since no server tells it."""
@@ -382,11 +383,14 @@ class PlainServer:
         return link.fault
 
     async def _is_alive(self, link: _Link) -> bool:
-        """Whether its health is good; if not, the connection ends."""
+        """Whether its health is good; if not, the connection ends. A busy server may be late, as long as it
+        sends tokens."""
         try:
             await self._get(link.kind.health_path, self._terms.lease_s)
+            link.sign_s = self._clock.now()
         except PlainServerError as error:
-            link.give_up(str(error))
+            if not error.is_silence or self._clock.now() >= link.sign_s + self._terms.lease_s:
+                link.give_up(str(error))
         return not link.fault
 
     async def _report(self, link: _Link) -> None:
@@ -490,6 +494,7 @@ class PlainServer:
 
     def _take(self, link: _Link, request: Request, progress: PlainProgress, piece: Piece | None) -> bool:
         """False: the answer is over."""
+        link.sign_s = self._clock.now()
         if piece is None:
             return False
         output = progress.take(piece)
@@ -529,7 +534,8 @@ class PlainServer:
             ):
                 data = await _body(response)
         except TimeoutError as error:
-            raise PlainServerError(f"{method} {path}: no answer within {timeout_s:g} s") from error
+            late = f"{method} {path}: no answer within {timeout_s:g} s"
+            raise PlainServerError(late, is_silence=True) from error
         except httpx2.HTTPError as error:
             raise _broken(error) from error
         if response.status_code != 200:
