@@ -23,17 +23,17 @@ from starlette.routing import Route
 MODEL, VOCAB, MAX_LEN, EOS, PATIENCE_S = "tiny", 1000, 256, 7, 60.0
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], vocab: int) -> int:
     """The model: each token follows from all before it. It draws `EOS` only where a test asks for it."""
-    found = (31 * sum(tokens) + 17 * len(tokens)) % VOCAB
+    found = (31 * sum(tokens) + 17 * len(tokens)) % vocab
     return found if found != EOS else EOS + 1
 
 
-def continued(tokens: Sequence[int], num: int) -> list[int]:
+def continued(tokens: Sequence[int], num: int, vocab: int = VOCAB) -> list[int]:
     """The next `num` tokens."""
     found = list(tokens)
     for _ in range(num):
-        found.append(next_token(found))
+        found.append(next_token(found, vocab))
     return found[len(tokens) :]
 
 
@@ -50,7 +50,7 @@ class StandIn:
         self.delay_s, self.cut_after, self.ends_early = 0.0, -1, False
         self.statuses: list[int] = []
         self.health, self.health_s = 200, 0.0
-        self.models = [MODEL]
+        self.models, self.vocab = [MODEL], VOCAB
         self.owner, self.version, self.key = kind, "0.32.0", ""
         self.metrics: str | None = METRICS
         self.info: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class StandIn:
         given = body if is_vllm else body["sampling_params"]
         prompt = body["prompt"] if is_vllm else body["input_ids"]
         most = given["max_tokens" if is_vllm else "max_new_tokens"]
-        tokens = continued(prompt, most)
+        tokens = continued(prompt, most, self.vocab)
         if 0 <= self.eos_at < most:
             tokens[self.eos_at] = EOS
         ends = [i for i, token in enumerate(tokens) if token in given["stop_token_ids"]]

@@ -13,6 +13,7 @@ from sagellm.core.types import FinishReason, Request, RequestOutput, TokenLogpro
 
 MAX_SAID = 300
 """Characters of a server's error that are repeated."""
+MAX_SAID_BYTES = 1 << 16
 REFUSED = frozenset({400, 413, 422})
 """Statuses with which a server refuses one request; it would refuse it again."""
 MISPLACED = frozenset({401, 403, 404})
@@ -181,7 +182,7 @@ def decoded(decoder: msgspec.json.Decoder[T], data: str | bytes, what: str) -> T
 
 def said(data: bytes) -> str:
     """The message of an error, in OpenAI's form, FastAPI's, or as it is; one line of it."""
-    text = data.decode(errors="replace")
+    text = data[:MAX_SAID_BYTES].decode(errors="replace")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

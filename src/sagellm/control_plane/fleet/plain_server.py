@@ -20,11 +20,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
 import msgspec
 
 from sagellm.control_plane.fleet.client import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from sagellm.control_plane.fleet.plain_events import PlainEvents
+from sagellm.control_plane.fleet.plain_http import PlainHttp
 from sagellm.control_plane.fleet.plain_kind import (
     MISPLACED,
     REFUSED,
@@ -35,7 +35,6 @@ from sagellm.control_plane.fleet.plain_kind import (
     PlainServerError,
     decoded,
     num_left,
-    said,
 )
 from sagellm.control_plane.fleet.plain_meter import PlainMeter
 from sagellm.control_plane.fleet.plain_sglang import SglangKind
@@ -60,13 +59,9 @@ from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, FinishReas
 log = logging.getLogger("sagellm.fleet")
 ASK_S = 10.0
 """The facts of a server, its load and the emptying of its cache take at most so long."""
-CONNECT_S = 5.0
 MAX_TRIES = 6
 """A request that a busy server does not take is sent again so often."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_BYTES = 64 << 20
-"""Of one message, or of one whole answer."""
-_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,8 @@ class PlainTerms:
 
     `model`: the name that its clients use. `sample`: a text, and the tokens that its tokenizer makes of it; a
     server whose tokenizer makes others is not connected. `interval_s`: between two looks at health and load.
-    `lease_s`: a server that sends nothing for so long is lost. `stall_s`: so long may an answer bring nothing.
+    `lease_s`: a server that sends nothing for so long is lost. `stall_s`: an answer may bring nothing for so
+    long.
     """
 
     model: str
@@ -127,7 +123,8 @@ class _Link:
 class PlainServer:
     """Implements `EngineClient` for a plain server. Made by `PlainServers.add`.
 
-    Its methods are for one thread. It takes no part in hand-overs, and what only an instance of sageLLM can do is answered with an error.
+    Its methods are for one thread. It takes no part in hand-overs. What only an instance of sageLLM can do is
+    answered with an error.
     """
 
     def __init__(
@@ -143,15 +140,7 @@ class PlainServer:
         self._id, self._config, self._terms = instance_id, config, terms
         self._clock, self._loop, self._wake = clock, loop, wake
         self.endpoint = config.url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        timeout = httpx2.Timeout(CONNECT_S, read=terms.stall_s, write=terms.stall_s, pool=None)
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=config.max_num_seqs)
-        try:
-            self._http = httpx2.AsyncClient(
-                base_url=self.endpoint, headers=headers, timeout=timeout, limits=limits
-            )
-        except (httpx2.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"{instance_id}: {config.url} or its key cannot be sent: {error}") from error
+        self._http = PlainHttp(self.endpoint, api_key, stall_s=terms.stall_s, num_kept=config.max_num_seqs)
         self._events: deque[InstanceEvent] = deque()
         self._call_ids = itertools.count(1)
         self._num_links = 0
@@ -161,6 +150,7 @@ class PlainServer:
         self.fault = "it has not been reached yet"
         """Why it is not connected; empty while it is."""
         self._running: Future[None] = asyncio.run_coroutine_threadsafe(self._run(), loop)
+        self._running.add_done_callback(self._on_end)
 
     # -- EngineClient
 
@@ -261,7 +251,7 @@ class PlainServer:
     async def _run(self) -> None:
         """Connect, and again when the connection is lost, until cancelled."""
         pause_s = FIRST_BACKOFF_S
-        async with self._http:
+        try:
             while True:
                 try:
                     link = await self._connect()
@@ -270,12 +260,20 @@ class PlainServer:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
                     continue
-                pause_s = FIRST_BACKOFF_S
-                self.fault = ""
+                pause_s, self.fault = FIRST_BACKOFF_S, ""
                 log.info("%s is %s at %s", self._id, link.kind.name, self.endpoint)
                 self._note(await self._keep(link))
                 self._post(Lost(self.fault))
                 await asyncio.sleep(FIRST_BACKOFF_S)
+        finally:
+            await self._http.close()
+
+    def _on_end(self, running: Future[None]) -> None:
+        """An error that is none of the server's, but ours: it stays lost."""
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self.fault = f"its client has failed: {error!r}"
+            log.error("%s: its client has failed", self._id, exc_info=error)
+            self._post(Lost(self.fault))
 
     def _note(self, reason: str) -> None:
         if reason != self.fault:
@@ -477,19 +475,15 @@ class PlainServer:
     async def _stream(self, link: _Link, request: Request, content: bytes, progress: PlainProgress) -> None:
         """Post what the server answers. Raises `PlainServerError` unless it has answered to the end."""
         answer = link.kind.answer(request)
+        messages = self._http.messages(link.kind.path, content, streams=answer.streams)
         try:
-            async with self._http.stream("POST", link.kind.path, content=content, headers=_JSON) as response:
-                if response.status_code != 200:
-                    raise _status_error(response, await _body(response))
-                if not answer.streams:
-                    self._take(link, request, progress, answer.read(await _body(response)))
-                else:
-                    async for event in httpx2.EventSource(response, MAX_BYTES):
-                        if not self._take(link, request, progress, answer.read(event.data)):
-                            break
-        except (httpx2.HTTPError, PlainServerError) as error:
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    if not self._take(link, request, progress, answer.read(message)):
+                        break
+        except PlainServerError:
             if not progress.is_over:
-                raise _broken(error) from error
+                raise
         self._post(progress.end())
 
     def _take(self, link: _Link, request: Request, progress: PlainProgress, piece: Piece | None) -> bool:
@@ -520,27 +514,10 @@ class PlainServer:
         self._post(Answer(call_id, 0))
 
     async def _get(self, path: str, timeout_s: float = ASK_S) -> bytes:
-        return await self._ask("GET", path, None, timeout_s)
+        return await self._http.ask("GET", path, None, timeout_s)
 
     async def _post_json(self, path: str, body: dict[str, Any]) -> bytes:
-        return await self._ask("POST", path, msgspec.json.encode(body), ASK_S)
-
-    async def _ask(self, method: str, path: str, content: bytes | None, timeout_s: float) -> bytes:
-        """The body of an answer with status 200. Raises `PlainServerError`."""
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._http.stream(method, path, content=content, headers=_JSON) as response,
-            ):
-                data = await _body(response)
-        except TimeoutError as error:
-            late = f"{method} {path}: no answer within {timeout_s:g} s"
-            raise PlainServerError(late, is_silence=True) from error
-        except httpx2.HTTPError as error:
-            raise _broken(error) from error
-        if response.status_code != 200:
-            raise _status_error(response, data)
-        return data
+        return await self._http.ask("POST", path, msgspec.json.encode(body), ASK_S)
 
 
 class PlainServers:
@@ -576,25 +553,3 @@ def _complete(request: Request) -> RequestOutput:
         request.request_id, (), len(request.tokens), 0, len(request.generated),
         finish_reason=FinishReason.LENGTH,
     )  # fmt: skip
-
-
-async def _body(response: httpx2.Response) -> bytes:
-    """Raises `PlainServerError` for more than `MAX_BYTES`."""
-    data = bytearray()
-    async for part in response.aiter_bytes():
-        data += part
-        if len(data) > MAX_BYTES:
-            raise PlainServerError(f"it answers with more than {MAX_BYTES} bytes")
-    return bytes(data)
-
-
-def _status_error(response: httpx2.Response, data: bytes) -> PlainServerError:
-    status, path = response.status_code, response.request.url.path
-    hint = ": it wants another key, set api_key_variable of the server" if status in (401, 403) else ""
-    return PlainServerError(f"{path} gives status {status}{hint} ({said(data) or 'no reason'})", status)
-
-
-def _broken(error: Exception) -> PlainServerError:
-    if isinstance(error, PlainServerError):
-        return error
-    return PlainServerError(str(error) or type(error).__name__)

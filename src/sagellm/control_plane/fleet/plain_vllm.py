@@ -8,6 +8,7 @@ takes those that are missing from the model's generation_config.json. Source of 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +37,17 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 DEFAULT_BLOCK_SIZE = 16
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _TOKEN = "token_id:"
+_CACHE = "vllm:cache_config_info"
+_METRICS = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "process_start_time_seconds",
+    _CACHE,
+)
+_MOST = 2.0**63
 _LABEL = re.compile(r'(\w+)="([^"\\]*)"')
 
 
@@ -92,10 +104,11 @@ class VllmKind:
 
     def __init__(self, version: str, model: str, max_model_len: int, metrics: bytes) -> None:
         self.name, self._model, self.max_model_len = f"vLLM {version}", model, max_model_len
-        cache = [labels for labels, _ in _samples(metrics, "vllm:cache_config_info")]
-        self.block_size = _number(cache, "block_size") or DEFAULT_BLOCK_SIZE
+        cache = [labels for labels, _ in _read_metrics(metrics)[_CACHE]]
+        sizes = [_number(labels, "block_size") for labels in cache]
+        self.block_size = max(sizes, default=0) or DEFAULT_BLOCK_SIZE
         least = cdiv(max_model_len, self.block_size)
-        self.num_blocks = max(least, sum(_number([labels], "num_gpu_blocks") for labels in cache))
+        self.num_blocks = max(least, sum(_number(labels, "num_gpu_blocks") for labels in cache))
 
     @classmethod
     async def connect(cls, ask: Ask, model: str, max_model_len: int) -> VllmKind:
@@ -158,15 +171,14 @@ class VllmKind:
         return VllmAnswer(request)
 
     def reading(self, data: bytes) -> LoadReading:
-        usage = _values(data, "vllm:kv_cache_usage_perc")
-        starts = _values(data, "process_start_time_seconds")
+        running, waiting, usage, prefill_s, prefilled, starts, _ = _read_metrics(data).values()
         return LoadReading(
-            round(sum(_values(data, "vllm:num_requests_running"))),
-            round(sum(_values(data, "vllm:num_requests_waiting"))),
-            sum(usage) / len(usage) if usage else 0.0,
-            prefill_s=sum(_values(data, "vllm:request_prefill_time_seconds_sum")),
-            num_prefill_tokens=round(sum(_values(data, "vllm:request_prefill_kv_computed_tokens_sum"))),
-            start=str(starts[0]) if starts else "",
+            round(_total(running)),
+            round(_total(waiting)),
+            _total(usage) / max(1, len(usage)),
+            prefill_s=_total(prefill_s),
+            num_prefill_tokens=round(_total(prefilled)),
+            start=str(starts[0][1]) if starts else "",
         )
 
 
@@ -246,32 +258,32 @@ def _token_of(name: str) -> int:
     return int(text)
 
 
-def _samples(metrics: bytes, name: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and values of a metric in Prometheus' text format. Lines that are none are passed over.
+def _read_metrics(data: bytes) -> dict[str, list[tuple[str, float]]]:
+    """Labels and values of the metrics in `_METRICS`, by name, from Prometheus' text format.
 
-    Only lines of this name are read: the whole text of a server has thousands, several times a second.
+    Only these lines are read: the text of a server has thousands, and is read several times a second.
     """
-    found = []
-    for line in metrics.decode(errors="replace").splitlines():
-        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
-            labels, _, value = line.rpartition("} ")
-            try:
-                number = float((value if labels else line[len(name) :]).split()[0])
-            except (ValueError, IndexError):
-                continue
-            if 0 <= number < _MOST:  # neither NaN nor infinite
-                found.append((dict(_LABEL.findall(labels)), number))
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in _METRICS}
+    for line in data.decode(errors="replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name not in found:
+            continue
+        labels, _, rest = line.rpartition("}") if "{" in line else ("", "", line[len(name) :])
+        try:
+            value = float(rest.split()[0])
+        except (ValueError, IndexError):
+            continue
+        if 0 <= value < _MOST:  # neither NaN nor infinite
+            found[name].append((labels, value))
     return found
 
 
-_MOST = 2.0**63
+def _total(values: Sequence[tuple[str, float]]) -> float:
+    """Of all ranks."""
+    return sum(value for _, value in values)
 
 
-def _values(metrics: bytes, name: str) -> list[float]:
-    return [value for _, value in _samples(metrics, name)]
-
-
-def _number(labels: list[dict[str, str]], name: str) -> int:
-    """The first of the values of a label that is a number; 0 without one."""
-    texts = [each.get(name, "") for each in labels]
-    return next((int(text) for text in texts if text.isascii() and text.isdecimal() and len(text) < 12), 0)
+def _number(labels: str, name: str) -> int:
+    """The value of a label that is a number; else 0."""
+    text = dict(_LABEL.findall(labels)).get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0

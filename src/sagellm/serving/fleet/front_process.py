@@ -88,7 +88,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     folder = Path(config.model.name or DEMO_MODEL)
     tokenizer = tokenizer_of(config, folder)
     terms = _plain_terms(config, folder, tokenizer)
-    _know_plain_servers(config, engine, instances, PlainServers(terms, clock, instances.wake))
+    _know_plain_servers(config, engine, instances, terms)
     threading.Thread(target=_listen, args=(inbox, engine, apply), name="lifeline", daemon=True).start()
     engine.wait_until_ready(fleet.start_timeout_s)
     llm = LLM(
@@ -147,13 +147,16 @@ def _plain_terms(config: Config, folder: Path, tokenizer: Tokenizer) -> PlainTer
 
 
 def _know_plain_servers(
-    config: Config, engine: FleetEngine, instances: Instances, servers: PlainServers
+    config: Config, engine: FleetEngine, instances: Instances, terms: PlainTerms
 ) -> None:
-    for each in fleet_instances(config.fleet):
-        if each.server is not None:
-            client = servers.add(each.name, each.server, api_key(each.name, each.server))
-            instances.include(client)
-            engine.know(client)
+    named = [each for each in fleet_instances(config.fleet) if each.server is not None]
+    servers = PlainServers(terms, engine.clock, instances.wake) if named else None
+    for each in named:
+        assert servers is not None
+        assert each.server is not None
+        client = servers.add(each.name, each.server, api_key(each.name, each.server))
+        instances.include(client)
+        engine.know(client)
 
 
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any) -> None:
