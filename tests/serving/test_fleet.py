@@ -86,9 +86,26 @@ def test_a_killed_instance_loses_no_request(fleet: Fleet, one_engine: LLM, name:
     fleet.wait_until_healthy(20)
 
 
+def test_an_instance_that_hangs_holds_up_nothing(fleet: Fleet, one_engine: LLM) -> None:
+    fleet.wait_until_healthy(20)
+    [pid] = [each["pid"] for each in fleet.status()["instances"] if each["name"] == "decode-1"]
+    with ThreadPoolExecutor(6) as pool:
+        texts = [pool.submit(asked, fleet, 200 + number, 200) for number in range(6)]
+        time.sleep(0.4)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            found = [text.result() for text in texts]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert found == [expected(one_engine, prompt_of(200 + number), 200) for number in range(6)]
+    fleet.wait_until_healthy(20)
+    assert {each["pid"] for each in fleet.status()["instances"]} >= {pid}
+
+
 def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
     fleet.wait_until_healthy(20)
-    stop, failures = threading.Event(), []
+    stop = threading.Event()
+    failures: list[str] = []
 
     def ask_on(first: int) -> None:
         number = first
@@ -139,21 +156,31 @@ def test_wrong_operations(fleet: Fleet, path: str, body: dict[str, Any], status:
 def test_commands(fleet: Fleet) -> None:
     fleet.wait_until_healthy(20)
     shown = _run("fleet", "status", "--url", fleet.url)
-    assert shown.returncode == 0 and "decode-1" in shown.stdout and "ready" in shown.stdout
+    assert shown.returncode == 0
+    assert "decode-1" in shown.stdout
+    assert "ready" in shown.stdout
     refused = _run("fleet", "drain", "decode-0", "--url", fleet.url)
-    assert refused.returncode == 2 and "admin key" in refused.stderr
+    assert refused.returncode == 2
+    assert "admin key" in refused.stderr
     drained = _run("fleet", "drain", "decode-0", "--url", fleet.url, "--admin-key", "an admin key")
-    assert drained.returncode == 0 and "drained" in drained.stdout
+    assert drained.returncode == 0
+    assert "drained" in drained.stdout
     resumed = _run("fleet", "resume", "decode-0", "--url", fleet.url, "--admin-key", "an admin key", "--json")
-    assert resumed.returncode == 0 and '"ready"' in resumed.stdout
+    assert resumed.returncode == 0
+    assert '"ready"' in resumed.stdout
     nobody = _run("fleet", "status", "--url", "http://127.0.0.1:9")
-    assert nobody.returncode == 2 and "--url" in nobody.stderr
+    assert nobody.returncode == 2
+    assert "--url" in nobody.stderr
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
     return subprocess.run(
-        [sys.executable, "-m", "sagellm", *arguments], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "sagellm", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
 
 
@@ -187,10 +214,14 @@ def _lives(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_hundred_kills(one_engine: LLM) -> None:
-    """`kill -9` of any process at random moments under load. Nothing is lost but what the front itself had."""
+    """`kill -9` of any process at random moments under load.
+
+    Nothing is lost but the connections of a front.
+    """
     rng = random.Random(1)
     with running_fleet("--prefill", "1", "--decode", "2", settings=SETTINGS) as fleet:
-        stop, wrong, answered, cut = threading.Event(), [], [0], [0]
+        stop, answered, cut = threading.Event(), [0], [0]
+        wrong: list[object] = []
         texts = [expected(one_engine, prompt_of(number), 60) for number in range(8)]
 
         def ask_on(number: int) -> None:
@@ -218,6 +249,7 @@ def test_a_hundred_kills(one_engine: LLM) -> None:
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
                 recoveries.append(fleet.wait_until_healthy(30))
+                print(f"{len(recoveries)}: {recoveries[-1]:.2f} s", flush=True)
         finally:
             stop.set()
             for thread in threads:

@@ -33,7 +33,9 @@ def chips(
     for chip in pool.chips.values():
         size = as_text(chip.memory_bytes) if chip.memory_bytes else "memory unknown"
         rates = f"{chip.flops / 1e12:.3g} TFLOP/s, {chip.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
-        print(f"{chip.name:<8} {chip.model or chip.kind.value}, {size}, {rates} ({chip.confidence.value}: {chip.source})")
+        print(
+            f"{chip.name:<8} {chip.model or chip.kind.value}, {size}, {rates} ({chip.confidence.value}: {chip.source})"
+        )
     print(f"{pool.num_free_cores()} core(s)")
     _print_readings()
     if save is not None:
@@ -72,5 +74,3 @@ def _print_assignment(resolved: Resolved, pool: ChipPool) -> None:
     for lease in assignment.leases:
         kind = "own" if lease.has_own_cores else "shared"
         print(f"  {lease.owner}: {assignment.reasons[lease.owner]}; {len(lease.cores)} {kind} core(s)")
-
-

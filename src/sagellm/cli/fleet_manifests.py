@@ -21,5 +21,3 @@ def manifests(
     resolved = load_config(config, environ={})
     for path in write_manifests(resolved, directory, ManifestOptions(image, namespace or "")):
         print(path)
-
-

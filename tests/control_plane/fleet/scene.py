@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.instance_server import InstanceServer
@@ -21,7 +22,9 @@ from sagellm.core.protocols.router import (
     RequestMetadata,
 )
 from sagellm.core.types import CapabilityDescriptor, FinishReason, Request, RequestOutput
+from sagellm.engines.build_transfers import build_transfers
 from sagellm.engines.engine import Engine
+from sagellm.engines.hand_over import HandOvers
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 from sagellm.engines.validation import check_request
 from tests.builders import check_books, fake_engine
@@ -54,18 +57,47 @@ class InTurn:
     def observe(self, instance_id: str, latencies_s: object) -> None: ...
 
 
+class Separating(InTurn):
+    """Prompts on the first instance, answers on the others in turn; whole requests where one is left."""
+
+    def place(
+        self,
+        request: RequestMetadata,
+        instances: Sequence[ExecutionInstance],
+        cached: Sequence[CachedPrefix],
+    ) -> Placement:
+        first = instances[0].instance_id
+        decode = super().place(request, instances[1:] or instances, cached).decode
+        return Placement(first if first == "i-0" else decode, decode)
+
+
 class Scene:
     """`num` instances and a front. Nothing moves but in `turn`."""
 
-    def __init__(self, folder: Path, num: int = 2, *, policy: FleetPolicy = FleetPolicy(), lease_s: float = 10.0):
+    def __init__(
+        self,
+        folder: Path,
+        num: int = 2,
+        *,
+        policy: FleetPolicy | None = None,
+        lease_s: float = 10.0,
+        exchanges: bool = False,
+        router: InTurn | None = None,
+    ):
         self.folder, self.clock = folder, MonotonicClock()
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
         self.instances = Instances(KEY, self.clock, lease_s=lease_s)
-        self.router = InTurn()
+        self.router = router or InTurn()
+        self.network = InProcessNetwork(threaded=False) if exchanges else None
         self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
-            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=policy
+            self.instances,
+            self.router,
+            self.prefixes,
+            _check,
+            clock=self.clock,
+            policy=policy or FleetPolicy(),
         )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
@@ -81,9 +113,15 @@ class Scene:
         events = EventBus()
         self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
+        hand_overs, metadata = None, b""
+        if self.network is not None:
+            transfers = build_transfers(engine, name, InProcessTransport(name, self.network))
+            hand_overs = HandOvers(transfers, early_s=0.3)
+            metadata = hand_overs.transfers.channel.metadata()
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
-            kind=InstanceType.GENERAL, events=events, clock=self.clock,
+            kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
+            clock=self.clock,
         )  # fmt: skip
         return server
 
@@ -93,6 +131,12 @@ class Scene:
         server._socket.close(linger=0)
         server._context.term()
         server._bell.close()
+        self._end_transfers(server)
+
+    def _end_transfers(self, server: InstanceServer) -> None:
+        if isinstance(server.hand_overs, HandOvers):
+            server.hand_overs.close()
+            server.hand_overs.transfers.close()
 
     def engine(self, name: str) -> Engine:
         engine = self.servers[name].engine
@@ -105,6 +149,8 @@ class Scene:
             server.turn()
             server.check()
             check_books(self.engine(server.instance_id))
+        while self.network is not None and self.network.run_one():
+            pass
         self.front.wake()
         for output in self.front.step():
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -131,6 +177,7 @@ class Scene:
     def close(self) -> None:
         self.front.close()
         for server in self.servers.values():
+            self._end_transfers(server)
             server.close()
 
 

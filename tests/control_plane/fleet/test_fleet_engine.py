@@ -77,7 +77,9 @@ def test_requests_wait_for_an_instance_and_then_fail_with_the_reason(tmp_path: P
     scene.finish()
     output = scene.ended["r"]
     assert output.finish_reason is FinishReason.ERROR
-    assert output.error is not None and "0.3 s" in output.error and "i-0 was lost" in output.error
+    assert output.error is not None
+    assert "0.3 s" in output.error
+    assert "i-0 was lost" in output.error
     scene.close()
 
 
@@ -152,7 +154,8 @@ def test_another_version(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         scene.servers["i-0"].turn()
         if "protocol 7" in client.fault:
             break
-    assert "protocol 7" in client.fault and "one version" in client.fault
+    assert "protocol 7" in client.fault
+    assert "one version" in client.fault
     others.close()
 
 
@@ -267,7 +270,11 @@ def test_questions_are_answered_for_all(scene: Scene) -> None:
             "protocol_version": "0.1",
             "message_id": "m",
             "actions": [
-                {"action_id": "a", "action_type": "kv.retain", "payload": {"token_ids": PROMPT, "priority": 9}},
+                {
+                    "action_id": "a",
+                    "action_type": "kv.retain",
+                    "payload": {"token_ids": PROMPT, "priority": 9},
+                },
                 {"action_id": "b", "action_type": "unknown", "payload": {}},
             ],
         }

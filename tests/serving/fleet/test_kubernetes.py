@@ -100,7 +100,9 @@ def test_addresses_are_host_names_of_stateful_sets(objects: dict[tuple[str, str]
         assert stateful["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
         assert service["spec"]["selector"] == stateful["spec"]["template"]["metadata"]["labels"]
         number = stateful["spec"]["replicas"]
-        assert fleet["groups"][name]["addresses"] == [f"tcp://{host}-{i}.{host}:{port}" for i in range(number)]
+        assert fleet["groups"][name]["addresses"] == [
+            f"tcp://{host}-{i}.{host}:{port}" for i in range(number)
+        ]
         assert container(stateful)["ports"][0]["containerPort"] == port == int(SagePorts.INSTANCE)
 
 
@@ -108,7 +110,13 @@ def test_an_instance_is_told_its_name(
     objects: dict[tuple[str, str], dict[str, Any]], resolved: Resolved
 ) -> None:
     arguments = container(objects["StatefulSet", "sagellm-decode"])["args"]
-    assert arguments == ["serve", "--config", "/etc/sagellm/fleet.yaml", "--instance", "decode-$(INSTANCE_NUMBER)"]
+    assert arguments == [
+        "serve",
+        "--config",
+        "/etc/sagellm/fleet.yaml",
+        "--instance",
+        "decode-$(INSTANCE_NUMBER)",
+    ]
     assert group_of(arguments[-1].replace("$(INSTANCE_NUMBER)", "2"), resolved.config.fleet) == "decode"
 
 
@@ -128,7 +136,9 @@ def test_the_front_is_probed_by_its_routes_and_has_its_secrets(
     objects: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
     front = container(objects["Deployment", "sagellm-front"])
-    routes = [front[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    routes = [
+        front[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    ]
     assert routes == ["/health", "/ready", "/health"]
     variables = {each["name"]: each for each in front["env"]}
     assert {name for name, each in variables.items() if "valueFrom" in each} == {
@@ -173,4 +183,7 @@ def test_the_manifests_in_the_repository_are_up_to_date(tmp_path: Path) -> None:
     made = write_manifests(load_config(DEPLOY / "fleet.yaml", environ={}), tmp_path, ManifestOptions())
     for path in made:
         assert (DEPLOY / path.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), path.name
-    assert {path.name for path in DEPLOY.iterdir()} == {path.name for path in made} | {"fleet.yaml", "README.md"}
+    assert {path.name for path in DEPLOY.iterdir()} == {path.name for path in made} | {
+        "fleet.yaml",
+        "README.md",
+    }

@@ -87,7 +87,7 @@ class HandOverSide(Protocol):
     def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None: ...
 
     def send_prefix(
-        self, request_id: str, tokens: Tokens, peer: str, namespace: Namespace = ..., attempt: int = ...
+        self, request_id: str, tokens: Tokens, peer: str, *, namespace: Namespace = ..., attempt: int = ...
     ) -> None: ...
 
     def fail(self, request_id: str, attempt: int, reason: str) -> None: ...
@@ -156,7 +156,9 @@ class InstanceServer:
         self._changes: list[BlocksStored | BlocksRemoved | IndexCleared] = []
         self._num_dropped = 0
         self._unsubscribe = [
-            bus.subscribe(kind_, self._on_change) for kind_ in (BlocksStored, BlocksRemoved, IndexCleared)
+            bus.subscribe(BlocksStored, self._on_change),
+            bus.subscribe(BlocksRemoved, self._on_change),
+            bus.subscribe(IndexCleared, self._on_change),
         ]
         self._context = zmq.Context()
         self._bell = Doorbell()
@@ -348,8 +350,11 @@ class InstanceServer:
                 self.kind = given[0]
                 self._reported = (-1.0, None)
                 return None
-            case "send_prefix" | "fail" if self.hand_overs is not None:
-                return getattr(self.hand_overs, name)(*given)
+            case "send_prefix" if self.hand_overs is not None:
+                request_id, tokens, peer, namespace = given
+                return self.hand_overs.send_prefix(request_id, tokens, peer, namespace=namespace)
+            case "fail" if self.hand_overs is not None:
+                return self.hand_overs.fail(*given)
         if name not in self._actions:
             raise RequestError(f"{self.instance_id} cannot do {name!r}")
         return self._actions[name](*given)

@@ -18,7 +18,7 @@ _MEMORY = 0.9
 
 
 class LoadMeter:
-    """Listens to an engine. `report` is cheap; `enter` and `leave` count prompt tokens that are not computed."""
+    """Listens to an engine. `enter` and `leave` count prompt tokens that are not computed."""
 
     def __init__(self, capability: CapabilityDescriptor, events: EventBus, clock: Clock) -> None:
         self._capability, self._clock = capability, clock

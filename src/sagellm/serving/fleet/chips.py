@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from sagellm.engines.native.footprint import Footprint
 
 
-def host_pool(
-    fleet: FleetConfig, topology: TopologyInfo | None = None, *, measure: bool = False
-) -> ChipPool:
+def host_pool(fleet: FleetConfig, topology: TopologyInfo | None = None, *, measure: bool = False) -> ChipPool:
     """The chips and cores that this process may use, with nothing reserved.
 
     Figures come from `fleet.chips_file`, or with `measure` from a benchmark now, which loads torch;

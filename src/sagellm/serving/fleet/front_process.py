@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.keys import FleetKey
@@ -76,6 +77,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         PrefixIndex(clock),
         _check,
         clock=clock,
+        admission=AdmissionController({"name": fleet.admission, **fleet.admission_options}, clock=clock),
         policy=FleetPolicy(
             hand_over_lease_s=fleet.handover_lease_s,
             on_failure=fleet.handover_policy,

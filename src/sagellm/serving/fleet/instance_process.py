@@ -72,10 +72,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
 def _hand_overs(engine: Engine, name: str, key: FleetKey, host: str) -> HandOvers | None:
     """None where the engine's KV cannot be sent; one line says why."""
     transport: TransportEngine
-    if host:
-        transport = TcpTransport(key.text.encode(), host, 0)
-    else:
-        transport = SharedMemoryTransport(key.text.encode())
+    transport = TcpTransport(key.text.encode(), host, 0) if host else SharedMemoryTransport(key.text.encode())
     try:
         return HandOvers(build_transfers(engine, name, transport))
     except ConfigError as error:

@@ -26,7 +26,7 @@ from sagellm.core.ports import SagePorts
 Manifest: TypeAlias = dict[str, Any]
 
 APP = "sagellm"
-SECRET = "sagellm-fleet"  # noqa: S105 - the name of an object
+SECRET = "sagellm-fleet"
 KEY_VARIABLE, API_KEY_VARIABLE = "SAGELLM_FLEET_SHARED_KEY", "SAGELLM_SERVER_API_KEY"
 FOLDER, FILE = "/etc/sagellm", "fleet.yaml"
 PLACEHOLDER = "CHANGE-ME"
@@ -54,7 +54,8 @@ def write_manifests(resolved: Resolved, folder: Path, options: ManifestOptions) 
     cannot be deployed, and if a file cannot be written.
     """
     texts = {
-        name: yaml.safe_dump_all(objects, sort_keys=False) for name, objects in manifests(resolved, options).items()
+        name: yaml.safe_dump_all(objects, sort_keys=False)
+        for name, objects in manifests(resolved, options).items()
     }
     secret = yaml.safe_dump(_object("Secret", "v1", SECRET, options, stringData={KEY_VARIABLE: PLACEHOLDER}))
     texts["secret.yaml.example"] = _EXAMPLE + secret
@@ -101,7 +102,11 @@ def _fleet_file(resolved: Resolved) -> dict[str, Any]:
             addresses = [
                 f"tcp://{host}-{i}.{host}:{int(SagePorts.INSTANCE)}" for i in range(group.num_instances)
             ]
-            kept = {key: fleet["groups"][name][key] for key in ("type", "settings") if key in fleet["groups"][name]}
+            kept = {
+                key: fleet["groups"][name][key]
+                for key in ("type", "settings")
+                if key in fleet["groups"][name]
+            }
             # without addresses it would count as one instance that the front starts
             fleet["groups"][name] = {**kept, "addresses": addresses} if addresses else {**kept, "count": 0}
     return given
@@ -111,7 +116,7 @@ def _front(resolved: Resolved, options: ManifestOptions, digest: str) -> list[Ma
     config = resolved.config
     port = int(SagePorts.HTTP)
     variables = [
-        {"name": "SAGELLM_SERVER_HOST", "value": "0.0.0.0"},  # noqa: S104 - of its pod
+        {"name": "SAGELLM_SERVER_HOST", "value": "0.0.0.0"},
         {"name": "SAGELLM_SERVER_PORT", "value": str(port)},
         _secret(API_KEY_VARIABLE, is_optional=True),
     ]
@@ -121,7 +126,9 @@ def _front(resolved: Resolved, options: ManifestOptions, digest: str) -> list[Ma
         "front", options, ["serve", "--config", f"{FOLDER}/{FILE}"], variables, {"http": port}
     )
     container |= {
-        "startupProbe": _probe({"httpGet": {"path": "/health", "port": "http"}}, config.fleet.start_timeout_s),
+        "startupProbe": _probe(
+            {"httpGet": {"path": "/health", "port": "http"}}, config.fleet.start_timeout_s
+        ),
         "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 2},
         "livenessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5},
     }
@@ -153,7 +160,7 @@ def _group(resolved: Resolved, group_name: str, options: ManifestOptions, digest
         {"instance": int(SagePorts.INSTANCE)},
     )  # fmt: skip
     container["resources"] = _resources(resolved, group_name, group, options)
-    container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - of its pod
+    container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     listens = {"tcpSocket": {"port": "instance"}}
     container |= {
         "startupProbe": _probe(listens, fleet.start_timeout_s),
