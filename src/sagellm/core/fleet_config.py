@@ -91,8 +91,9 @@ class GroupConfig(Section):
                 f"plain servers exchange no KV with others: their type is general, not {self.type.value}"
             )
         if not self.is_local:
-            placed = {name for name in self.model_fields_set if name in _LOCAL_KEYS}
-            placed |= {"settings"} & self.model_fields_set if self.servers else set()
+            defaults = type(self).model_fields
+            placed = {name for name in _LOCAL_KEYS if getattr(self, name) != defaults[name].default}
+            placed |= {"settings"} if self.servers and self.settings else set()
             if placed:
                 raise ValueError(f"{', '.join(sorted(placed))}: only for instances that are started here")
         return self
