@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's or SGLang's protocol to the letter, with a model of arithmetic.
+"""A server that speaks vLLM's or SGLang's protocol; its model is arithmetic.
 
 What it sends was written down from vLLM 0.32 and SGLang 0.5.23. A test makes it slow, busy, or wrong.
 """

@@ -1,4 +1,4 @@
-"""A front of a fleet over a real vLLM server: the tokens are those of our own engine.
+"""A fleet over real vLLM and SGLang servers gives our engine's tokens.
 
 `SAGELLM_PEER_VLLM` names the interpreter of an environment with vLLM's CPU build. `SAGELLM_PEER_SERVERS`
 names servers that run already, of either kind: a JSON list of `servers` of a fleet file, which serve our demo
@@ -53,7 +53,7 @@ def vllm_command(python: str, port: int, events: int, replay: int) -> list[str]:
 
 
 class Peer:
-    """A server as a fleet file names it, and its process if we have started it."""
+    """A server as fleet files name it, and its process if it is ours."""
 
     def __init__(self, config: PlainServerConfig, process: subprocess.Popen[bytes] | None = None) -> None:
         self.config, self.process = config, process

@@ -1,4 +1,4 @@
-"""One OpenAI endpoint in front of plain servers: a fleet file, the supervisor, the front."""
+"""One OpenAI endpoint in front of plain servers, by supervisor and front."""
 
 from __future__ import annotations
 

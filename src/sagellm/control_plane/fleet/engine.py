@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
 from sagellm.control_plane.fleet.questions import Member, Questions
-from sagellm.control_plane.fleet.served import Served, ServedRequests
+from sagellm.control_plane.fleet.served import Served, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
@@ -489,7 +489,8 @@ class FleetEngine:
     def _begin(self, served: Served, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
             placement = replace(placement, prefill=placement.decode)
-        placement = self._without_impossible(placement)
+        exchanging = {name for name, each in self.members.items() if each.facts and each.facts.transfers}
+        placement = possible(placement, exchanging)
         self.requests.place(served, placement)
         first = self.members[placement.prefill].client
         self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
@@ -507,18 +508,6 @@ class FleetEngine:
         member = self.members[instance_id]
         is_seeded = member.facts is None or member.facts.draws_by_position
         member.client.submit(served.attempt_request(is_seeded=is_seeded), *parts)
-
-    def _without_impossible(self, placement: Placement) -> Placement:
-        """Without what needs KV to go to or from an instance that exchanges none."""
-        if not self._exchange_kv(placement.prefill, placement.decode):
-            placement = replace(placement, prefill=placement.decode)
-        if placement.fetch_from and not self._exchange_kv(placement.fetch_from, placement.prefill):
-            placement = replace(placement, fetch_from="")
-        return placement
-
-    def _exchange_kv(self, *instance_ids: str) -> bool:
-        known = [self.members.get(instance_id) for instance_id in instance_ids]
-        return all(member and member.facts and member.facts.transfers for member in known)
 
     def _part(self, part: HandOverPart, peer: str) -> HandOver:
         fetches = part is HandOverPart.FETCH

@@ -1,4 +1,4 @@
-"""`PlainEvents`: the KV events of a plain server as `KVChanges`, read by a thread of its own."""
+"""`PlainEvents`: the KV events of a plain server as `KVChanges`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MOST_TOGETHER = 256
 
 
 class PlainEvents:
-    """Reads one publisher from now on, or from its first batch if it replays, until `close`.
+    """Reads one publisher until `close`, on a thread of its own.
 
-    `give` is called on the thread that reads. `is_fresh`: all events have been read since the server's cache
+    It begins with what is replayed, or else now. `give` is called on that thread. `is_fresh`: all events have been read since the server's cache
     was empty. Without a replay that is known from its first batch on.
     """
 
@@ -85,7 +85,9 @@ class PlainEvents:
             yield KVChanges(events)
 
     def _event(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[KVEvent]:
-        """The event of the bus; none for further KV groups of a model, as the first stands for all."""
+        """The event of the bus.
+
+        None for further KV groups of a model: the first stands for all."""
         if isinstance(event, AllBlocksCleared):
             self._is_complete = True
         elif event.group_idx:
@@ -98,7 +100,7 @@ class PlainEvents:
 
 
 def _salt(event: BlockStored) -> str | None:
-    """The salt of a prompt, which vLLM writes as the last of the first block's extra keys."""
+    """The salt of a prompt, as vLLM writes it: last among the first block's extra keys."""
     keys = event.extra_keys[0] if event.extra_keys else None
     texts = [key for key in keys or () if isinstance(key, str) and key != event.lora_name]
     return texts[-1] if texts else None

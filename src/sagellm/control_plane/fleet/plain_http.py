@@ -49,7 +49,9 @@ class PlainHttp:
         return data
 
     async def messages(self, path: str, content: bytes, *, streams: bool) -> AsyncGenerator[str | bytes, None]:
-        """The messages of an answer to a POST as they come; or, if it does not stream, its body."""
+        """The messages of the answer to a POST, as they come.
+
+        If it does not stream, there is one: its body."""
         try:
             async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
                 if response.status_code != 200:

@@ -1,4 +1,4 @@
-"""What the servers of other engines have in common: `PlainKind`, one implementation for each engine."""
+"""`PlainKind`: what a front must know of another engine's server to use it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PlainAnswer(Protocol):
 
 
 class PlainKind(Protocol):
-    """A server that is connected: what it is, and the form of requests and answers.
+    """A connected server: what it is, and its form of requests and answers.
 
     `name`: engine and version. `draws_by_position`: a sampled token depends on the seed and its position
     alone. `clear_path`: what empties its cache, and `clear_hint` what it needs for that.
@@ -131,7 +131,9 @@ def check_plain(request: Request, name: str, *, draws_by_position: bool) -> None
 
 
 def num_left(request: Request, max_model_len: int) -> int:
-    """How many tokens are wanted at most; 0 or less: those that were drawn are all."""
+    """How many tokens are wanted at most.
+
+    0 or less: those that were drawn are all."""
     drawn, most = len(request.generated), request.params.max_tokens
     room = max_model_len - len(request.tokens) - drawn
     return room if most is None else min(room, most - drawn)
@@ -153,7 +155,7 @@ def limits(request: Request, max_model_len: int) -> tuple[int, int]:
 
 
 def stop_ids(request: Request) -> list[int]:
-    """Tokens that end the answer: what the front would end it at, whatever the server's defaults are."""
+    """Tokens that end the answer, whatever the defaults of the server are."""
     ids = set(request.params.stop_token_ids)
     return sorted(ids if request.params.ignore_eos else ids | request.eos_token_ids)
 
@@ -163,12 +165,14 @@ def prompt_ids(request: Request) -> list[int]:
 
 
 def signed_seed(seed: int) -> int:
-    """A seed of any size as the int64 that servers take, always the same one."""
+    """A seed of any size as an int64, which servers take."""
     return seed % _INT64
 
 
 def best(entries: list[tuple[int, float]], num: int | None) -> tuple[tuple[int, float], ...]:
-    """The `num` most probable tokens; servers add the drawn one where it is none of them."""
+    """The `num` most probable tokens.
+
+    Servers add the drawn one where it is none of them."""
     return tuple(sorted(entries, key=lambda entry: -entry[1])[: num or 0])
 
 
@@ -181,7 +185,9 @@ def decoded(decoder: msgspec.json.Decoder[T], data: str | bytes, what: str) -> T
 
 
 def said(data: bytes) -> str:
-    """The message of an error, in OpenAI's form, FastAPI's, or as it is; one line of it."""
+    """The message of an error on one line.
+
+    It is in OpenAI's form, in FastAPI's, or plain text."""
     text = data[:MAX_SAID_BYTES].decode(errors="replace")
     try:
         found = json.loads(text)

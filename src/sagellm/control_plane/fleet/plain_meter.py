@@ -1,4 +1,4 @@
-"""`PlainMeter`: what a plain server is reported as, from its own figures and from what its answers take."""
+"""`PlainMeter`: the load of a plain server, from its figures and its answers."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class PlainMeter:
     def report(
         self, reading: LoadReading | None, read_s: float, *, is_fresh: bool, num_evicted: int
     ) -> ExecutionInstance:
-        """`reading`: None where the server does not tell; then it has what was sent to it.
+        """The load of the server as it is known.
 
-        `read_s`: when it was asked.
+        `reading`: None where the server does not tell; then it has what was sent to it. `read_s`: when it was
+        asked.
         """
         waiting = [each.num_prompt_tokens for each in self._open.values() if each.token_s is None]
         if reading is None:

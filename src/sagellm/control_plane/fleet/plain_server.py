@@ -1,4 +1,4 @@
-"""`PlainServer`: the `EngineClient` of a vLLM or SGLang server, over HTTP with tokens in and tokens out.
+"""`PlainServer`: the `EngineClient` of a vLLM or SGLang server, over HTTP.
 
     unreachable --its list of models, its kind--> connected --+
         ^                                                     |  its health fails, or it serves us no more
@@ -101,7 +101,7 @@ _MODELS, _TOKENS = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Tokens)
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One connection: from the moment that the server's facts are known to the moment that it is lost.
+    """One connection: from the server's facts to its loss.
 
     `sign_s`: when the server last sent anything. `fault`: why it is to end; `look` is set with it.
     """

@@ -10,7 +10,7 @@ more, and is passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from sagellm.core.errors import BookkeepingError
@@ -162,3 +162,15 @@ class ServedRequests:
         placed = {(name, id(served)) for served in self._by_id.values() for name in served.instances}
         if pairs != placed or len(self._by_attempt) + len(self.waiting) != len(self._by_id):
             raise BookkeepingError(f"{len(pairs)} requests are known at instances, {len(placed)} name them")
+
+
+def possible(placement: Placement, exchanging: Collection[str]) -> Placement:
+    """A placement without what needs KV of an instance that exchanges none.
+
+    `exchanging`: the instances that do.
+    """
+    if placement.is_separated and not {placement.prefill, placement.decode} <= set(exchanging):
+        placement = replace(placement, prefill=placement.decode)
+    if placement.fetch_from and not {placement.fetch_from, placement.prefill} <= set(exchanging):
+        placement = replace(placement, fetch_from="")
+    return placement
