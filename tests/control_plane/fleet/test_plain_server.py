@@ -519,7 +519,9 @@ def test_its_load_is_reported(servers: PlainServers, kind: str) -> None:
             "1000.0", "2000.0"
         )
         seen.ask(request(4))
-        seen.until(lambda: seen.of(ExecutionInstance)[-1].prefill_token_s * seen.of(ExecutionInstance)[-1].step_s)
+        seen.until(
+            lambda: seen.of(ExecutionInstance)[-1].prefill_token_s * seen.of(ExecutionInstance)[-1].step_s
+        )
         load = seen.of(ExecutionInstance)[-1]
         assert load.prefill_token_s == pytest.approx(0.002)
         assert load.utilization > 0

@@ -100,7 +100,9 @@ class PlainEvents:
 
 
 def _salt(event: BlockStored) -> str | None:
-    """The salt of a prompt, as vLLM writes it: last among the first block's extra keys."""
+    """The salt of a prompt.
+
+    In vLLM's form it is the last of the first block's extra keys."""
     keys = event.extra_keys[0] if event.extra_keys else None
     texts = [key for key in keys or () if isinstance(key, str) and key != event.lora_name]
     return texts[-1] if texts else None

@@ -48,7 +48,9 @@ class PlainHttp:
             raise _status_error(response, data)
         return data
 
-    async def messages(self, path: str, content: bytes, *, streams: bool) -> AsyncGenerator[str | bytes, None]:
+    async def messages(
+        self, path: str, content: bytes, *, streams: bool
+    ) -> AsyncGenerator[str | bytes, None]:
         """The messages of the answer to a POST, as they come.
 
         If it does not stream, there is one: its body."""
