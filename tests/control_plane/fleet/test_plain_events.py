@@ -58,6 +58,7 @@ class Reader:
     def __init__(self, publisher: Publisher) -> None:
         self.changes: list[KVChanges] = []
         self.events = PlainEvents(publisher.endpoint, None, "", self.changes.append)
+        self.events.start()
         publisher.wait_for_reader()
 
     def all(self) -> list[Any]:

@@ -21,6 +21,7 @@ from sagellm.core.protocols.fleet import (
     HandOver,
     HandOverPart,
     InstanceEvent,
+    KVChanges,
     Lost,
     Refused,
 )
@@ -38,6 +39,7 @@ from tests.control_plane.fleet.plain_stand_in import (
     standing_in,
     wait_until,
 )
+from tests.control_plane.fleet.test_plain_events import Publisher, stored
 
 KINDS = ("vllm", "sglang")
 PROMPT = [5, 9, 11, 13, 400, 3]
@@ -475,6 +477,8 @@ def test_a_server_that_was_started_again_is_lost(servers: PlainServers) -> None:
         ("vllm", {"version": "0.9.1"}, {}, "0.10.2 or a later one"),
         ("vllm", {"tokenize": lambda text: [1, 2, 3]}, {}, "its tokenizer is another one"),
         ("sglang", {"info": {"is_embedding": True}}, {}, "embeddings"),
+        ("vllm", {}, {"events": "5557"}, "KV events cannot be read from '5557'"),
+        ("sglang", {"health": 503}, {}, "/ready gives status 503"),
     ],
 )
 def test_what_is_wrong_with_a_server_is_said(
@@ -559,6 +563,23 @@ def test_what_a_plain_server_can_be_asked(servers: PlainServers) -> None:
         assert answers[calls["diagnostics"]].error is None
         for name in ("pin", "explain"):
             assert "plain server" in str(answers[calls[name]].error)
+
+
+def test_its_kv_events_come_between_connection_and_loss(servers: PlainServers) -> None:
+    publisher = Publisher()
+    with standing_in("vllm") as server:
+        seen = Seen(servers, server, events=publisher.endpoint)
+        publisher.wait_for_reader()
+        publisher.send(0, stored(1))
+        publisher.send(1, stored(2))
+        seen.connected().until(lambda: sum(len(each.events) for each in seen.of(KVChanges)) == 2)
+        seen.until(lambda: seen.of(ExecutionInstance)[-1].is_fresh)
+        server.metrics = METRICS.replace("1.7e+09", "1.8e+09")
+        seen.until(lambda: len(seen.of(Connected)) == 2)
+        kinds = [type(event) for event in seen.events if not isinstance(event, ExecutionInstance)]
+        assert kinds[0] is Connected
+        assert kinds[-2:] == [Lost, Connected]
+    publisher.close()
 
 
 def test_it_takes_part_in_no_hand_over(servers: PlainServers) -> None:

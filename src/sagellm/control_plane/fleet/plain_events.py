@@ -26,10 +26,11 @@ MOST_TOGETHER = 256
 
 
 class PlainEvents:
-    """Reads one publisher until `close`, on a thread of its own.
+    """Reads one publisher from `start` to `close`, on a thread of its own.
 
-    It begins with what is replayed, or else now. `give` is called on that thread. `is_fresh`: all events have been read since the server's cache
-    was empty. Without a replay that is known from its first batch on.
+    It begins with what is replayed, or else with what is sent from now on. `give` is called on that thread.
+    `is_fresh`: all events have been read since the server's cache was empty. Without a replay that is known
+    from its first batch on. Raises `ConfigError` for an endpoint that cannot be one.
     """
 
     def __init__(
@@ -42,13 +43,16 @@ class PlainEvents:
         self.is_fresh = replay is not None
         self.num_evicted = 0
         self._thread = threading.Thread(target=self._read, name=f"KV events of {endpoint}", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
         """Nothing is given any more when this returns."""
         self._is_closed = True
         self._subscriber.close()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _read(self) -> None:
         while not self._is_closed:

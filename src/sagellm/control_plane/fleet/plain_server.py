@@ -301,6 +301,7 @@ class PlainServer:
             case other:
                 raise PlainServerError(f"it is neither vLLM nor SGLang: its model is owned by {other!r}")
         await self._compare_tokens(name)
+        await self._get(kind.health_path)
         try:
             reading = kind.reading(await self._get(kind.load_path))
         except PlainServerError:
@@ -315,7 +316,16 @@ class PlainServer:
             kind.max_model_len,
             draws_by_position=kind.draws_by_position,
         )
-        return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now())
+        return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now(), self._kv_events())
+
+    def _kv_events(self) -> PlainEvents | None:
+        config = self._config
+        if config.events is None:
+            return None
+        try:
+            return PlainEvents(config.events, config.replay, config.topic, self._post)
+        except ConfigError as error:
+            raise PlainServerError(str(error)) from error
 
     def _capability(self, kind: PlainKind) -> CapabilityDescriptor:
         """`dtype` is empty, since no server tells it."""
@@ -355,13 +365,9 @@ class PlainServer:
         self._post(Connected(link.facts))
         reports = asyncio.create_task(self._report(link))
         try:
-            if self._config.events is not None:
-                link.events = PlainEvents(
-                    self._config.events, self._config.replay, self._config.topic, self._post
-                )
+            if link.events is not None:
+                link.events.start()
             return await self._watch(link)
-        except ConfigError as error:  # of the endpoint of its events
-            return str(error)
         finally:
             self._link = None
             tasks = [reports, *link.tasks.values()]
