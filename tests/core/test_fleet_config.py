@@ -37,6 +37,16 @@ def test_a_group_counts_its_instances() -> None:
     assert FleetConfig.model_validate(fleet.model_dump(mode="json")) == fleet  # as processes get it
 
 
+def test_a_fleet_goes_to_another_process_as_json() -> None:
+    groups = {
+        "far": {"addresses": ["tcp://10.0.0.7:5000"]},
+        "vllm": {"servers": [{"url": "http://10.0.0.8:80"}]},
+        "here": {"chips": 2, "settings": {"kv.num_blocks": 9}},
+    }
+    fleet = fleet_of(shared_key="k" * 16, groups=groups)
+    assert FleetConfig.model_validate(fleet.model_dump(mode="json")) == fleet
+
+
 GROUP = "a"
 
 
@@ -48,6 +58,7 @@ GROUP = "a"
         ({"type": "prefill"}, "'prefilling'"),
         ({"addresses": ["tcp://a:1"], "chips": 2}, "chips: only for instances that are started here"),
         ({"servers": [{"url": "http://a"}], "settings": {"kv.num_blocks": 9}}, "settings: only for"),
+        ({"servers": [{"url": "http://a"}], "type": "decoding"}, "their type is general, not decoding"),
         ({"min_count": 2}, "min_count needs max_count"),
         ({"count": 5, "max_count": 4}, "count .5. lies between min_count .1. and max_count .4."),
         ({"count": 0}, "all groups are empty"),

@@ -7,6 +7,7 @@ for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,4 +160,15 @@ def shared_key(fleet: FleetConfig) -> str | None:
             f"fleet.shared_key_file {fleet.shared_key_file} holds {len(found)} characters: at least "
             f"{MIN_KEY_CHARACTERS}, as from openssl rand -hex 32"
         )
+    return found
+
+
+def api_key(name: str, server: PlainServerConfig) -> str | None:
+    """The key that a plain server wants. Raises `ConfigError` for one that is not there."""
+    variable = server.api_key_variable
+    if variable is None:
+        return None
+    found = os.environ.get(variable, "").strip()
+    if not (found and found.isascii() and found.isprintable()):
+        raise ConfigError(f"{name}: its key is in the environment variable {variable}, which is not set or no key")
     return found

@@ -86,6 +86,10 @@ class GroupConfig(Section):
                 f"no engine computes embeddings yet, so there is no instance of type {self.type.value}: "
                 "general, prefilling, decoding or hybrid"
             )
+        if self.servers and self.type is not InstanceType.GENERAL:
+            raise ValueError(
+                f"plain servers exchange no KV with others: their type is general, not {self.type.value}"
+            )
         if not self.is_local:
             keys = [*_LOCAL_KEYS, "settings"] if self.servers else _LOCAL_KEYS
             given = [name for name in keys if getattr(self, name) != type(self).model_fields[name].default]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -53,6 +53,7 @@ from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.protocols.fleet import (
     Answer,
     Connected,
+    EngineClient,
     HandOver,
     InstanceEvent,
     InstanceFacts,
@@ -302,6 +303,13 @@ class RemoteInstance:
         self._socket = self._monitor = None
 
 
+class WakingClient(EngineClient, Protocol):
+    """A client without sockets. It calls `Instances.wake` when it has something to `poll`."""
+
+    @property
+    def has_events(self) -> bool: ...
+
+
 class Instances:
     """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
 
@@ -312,6 +320,7 @@ class Instances:
         self._context = zmq.Context()
         self._bell = Doorbell()
         self._known: dict[str, RemoteInstance] = {}
+        self._others: dict[str, WakingClient] = {}
 
     def add(self, instance_id: str, endpoint: str) -> RemoteInstance:
         """Know one more. If it is known at another endpoint, that one is given up."""
@@ -325,15 +334,24 @@ class Instances:
         self._known[instance_id] = made
         return made
 
-    def endpoint_of(self, instance_id: str) -> str:
-        return self._known[instance_id].endpoint
+    def include(self, client: WakingClient) -> None:
+        """Know an instance that is reached in another way."""
+        self._others[client.instance_id] = client
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        """Where those that were added are; without those that were included."""
+        return {name: instance.endpoint for name, instance in self._known.items()}
 
     def remove(self, instance_id: str) -> None:
+        """Forget one that was added."""
         self._known.pop(instance_id).close()
 
-    def wait(self, timeout_s: float) -> list[RemoteInstance]:
+    def wait(self, timeout_s: float) -> list[EngineClient]:
         """Those with something to `poll`, after at most this time. Also does what is due."""
         poller, by_socket = zmq.Poller(), {}
+        if any(client.has_events for client in self._others.values()):
+            timeout_s = 0.0
         now_s = self._clock.now()
         for instance in self._known.values():
             instance.tick()
@@ -346,7 +364,11 @@ class Instances:
         ready = poller.poll(round(timeout_s * 1000))
         if any(each == bell for each, _ in ready):
             self._bell.hush()
-        found = {by_socket[each].instance_id: by_socket[each] for each, _ in ready if each in by_socket}
+        found: dict[str, EngineClient] = {
+            by_socket[each].instance_id: by_socket[each] for each, _ in ready if each in by_socket
+        }
+        # After the bell is silent: what comes later rings it again.
+        found |= {name: client for name, client in self._others.items() if client.has_events}
         return list(found.values())
 
     def wake(self) -> None:
@@ -354,8 +376,9 @@ class Instances:
         self._bell.ring()
 
     def close(self) -> None:
-        for instance in self._known.values():
-            instance.close()
+        for client in (*self._known.values(), *self._others.values()):
+            client.close()
         self._known.clear()
+        self._others.clear()
         self._context.term()
         self._bell.close()

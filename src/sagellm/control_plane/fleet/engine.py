@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
 from sagellm.control_plane.fleet.questions import Member, Questions
-from sagellm.control_plane.fleet.served import Served, ServedRequests
+from sagellm.control_plane.fleet.served import Served, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
@@ -155,10 +155,8 @@ class FleetEngine:
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
-        if request.params.seed is None and not request.params.greedy:  # each attempt has another id
-            seed = request_seed(self.policy.seed, request.request_id)
-            request = replace(request, params=replace(request.params, seed=seed))
-        served = Served(request, queued_since_s=self._clock.now())
+        seed = request_seed(self.policy.seed, request.request_id)
+        served = Served(request, seed, queued_since_s=self._clock.now())
         if len(self.prefill_queue) >= self._admission.max_waiting:
             waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
             raise overloaded(waiting)
@@ -247,11 +245,11 @@ class FleetEngine:
             if self._capability is None:
                 raise EngineFailedError("no instance of this fleet is connected")
             return self._capability
-        first = known[0]
+        first = next((each for each in known if each.dtype), known[0])
         self._capability = replace(
             first,
             max_num_seqs=sum(each.max_num_seqs for each in known),
-            num_blocks=sum(each.num_blocks for each in known),
+            num_blocks=sum(each.num_blocks * each.block_size for each in known) // first.block_size,
             features=frozenset.intersection(*(each.features for each in known)),
         )
         return self._capability
@@ -289,9 +287,9 @@ class FleetEngine:
                     self._prefixes.apply(instance_id, Gap(0, 0))
             case HandOverReport():
                 self._on_report(member, event)
-            case Refused(attempt_id, error):
+            case Refused(attempt_id, error, again):
                 if (served := self.requests.of_attempt(attempt_id)) is not None:
-                    self._fail(served, str(error))
+                    (self._retry if again else self._fail)(served, str(error))
             case Connected(facts):
                 self._on_connected(member, facts)
             case Lost(reason):
@@ -309,7 +307,7 @@ class FleetEngine:
         return replace(
             load,
             num_waiting=load.num_waiting + coming,
-            is_fresh=self._prefixes.is_fresh(instance_id),
+            is_fresh=load.is_fresh and self._prefixes.is_fresh(instance_id),
             reported_s=self._clock.now(),
         )
 
@@ -344,7 +342,7 @@ class FleetEngine:
         assert served.placement is not None
         prefill, decode = served.placement.prefill, served.placement.decode
         self.requests.leave_prefill(served)
-        self.members[decode].client.submit(served.current, self._part(HandOverPart.DECODE, prefill))
+        self._submit(decode, served, self._part(HandOverPart.DECODE, prefill))
 
     def _on_report(self, member: Member, report: HandOverReport) -> None:
         """Where the prefill instance cannot send, the other one need not wait for it."""
@@ -374,7 +372,8 @@ class FleetEngine:
                 continue
             ours, theirs = other.facts.capability, facts.capability
             for name in ("vocab_size", "dtype"):
-                if getattr(ours, name) != getattr(theirs, name):
+                told = getattr(ours, name), getattr(theirs, name)
+                if all(told) and told[0] != told[1]:
                     return (
                         f"its {name} is {getattr(theirs, name)}, that of {other.facts.instance_id} "
                         f"{getattr(ours, name)}: a fleet serves one model"
@@ -490,18 +489,25 @@ class FleetEngine:
     def _begin(self, served: Served, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
             placement = replace(placement, prefill=placement.decode)
+        exchanging = {name for name, each in self.members.items() if each.facts and each.facts.transfers}
+        placement = possible(placement, exchanging)
         self.requests.place(served, placement)
         first = self.members[placement.prefill].client
         self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
         onward = self._part(HandOverPart.PREFILL, placement.decode) if placement.is_separated else None
         source = self.members.get(placement.fetch_from)
         if source is None or not source.is_ready:
-            first.submit(served.current, onward)
+            self._submit(placement.prefill, served, onward)
             return
         request = served.request
         asked = served.attempt_id, request.tokens, first.instance_id, request.namespace
         source.client.call("send_prefix", asked)
-        first.submit(served.current, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
+        self._submit(placement.prefill, served, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
+
+    def _submit(self, instance_id: str, served: Served, *parts: HandOver | None) -> None:
+        member = self.members[instance_id]
+        is_seeded = member.facts is None or member.facts.draws_by_position
+        member.client.submit(served.attempt_request(is_seeded=is_seeded), *parts)
 
     def _part(self, part: HandOverPart, peer: str) -> HandOver:
         fetches = part is HandOverPart.FETCH

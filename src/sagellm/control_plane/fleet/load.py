@@ -78,9 +78,9 @@ class LoadMeter:
         self._busy_s += step.duration_s
         self._forget_steps(now_s)
         if step.num_prefill_tokens > step.num_decode_tokens:
-            self._prefill_token_s = _mean(self._prefill_token_s, step.duration_s / step.num_prefill_tokens)
+            self._prefill_token_s = running_mean(self._prefill_token_s, step.duration_s / step.num_prefill_tokens)
         elif step.num_decode_tokens:
-            self._step_s = _mean(self._step_s, step.duration_s)
+            self._step_s = running_mean(self._step_s, step.duration_s)
 
     def _forget_steps(self, now_s: float) -> None:
         while self._steps and self._steps[0][0] <= now_s - WINDOW_S:
@@ -93,7 +93,8 @@ class LoadMeter:
             self._num_evicted += len(event.hashes)
 
 
-def _mean(before: float, value: float) -> float:
+def running_mean(before: float, value: float) -> float:
+    """The mean with one more value. What is no time is passed over; the first value is the mean."""
     if not math.isfinite(value) or value < 0:
         return before
     return value if before == 0.0 else _MEMORY * before + (1 - _MEMORY) * value

@@ -10,7 +10,7 @@ more, and is passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from sagellm.core.errors import BookkeepingError
@@ -23,12 +23,14 @@ _MARK = "~"
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request of a client. `generated`: what has been handed out of its answer.
+    """One request of a client. `seed`: for instances that draw by position, if the client gave none: each
+    attempt has another id, and draws the same. `generated`: what has been handed out of its answer.
 
     `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
     """
 
     request: Request
+    seed: int = 0
     attempt: int = 0
     generated: list[int] = field(default_factory=list)
     placement: Placement | None = None
@@ -50,10 +52,14 @@ class Served:
         """Where its attempt is, or may be soon."""
         return set() if self.placement is None else {self.placement.prefill, self.placement.decode}
 
-    @property
-    def current(self) -> Request:
-        """What an instance is asked to compute now."""
-        return replace(self.request, request_id=self.attempt_id, generated=tuple(self.generated))
+    def attempt_request(self, *, is_seeded: bool) -> Request:
+        """What an instance is asked to compute now. `is_seeded`: with a seed in any case, if it draws."""
+        params = self.request.params
+        if is_seeded and params.seed is None and not params.greedy:
+            params = replace(params, seed=self.seed)
+        return replace(
+            self.request, request_id=self.attempt_id, params=params, generated=tuple(self.generated)
+        )
 
     def metadata(self, now_s: float) -> RequestMetadata:
         request, goal_s = self.request, self.request.slo.ttft_s
@@ -156,3 +162,15 @@ class ServedRequests:
         placed = {(name, id(served)) for served in self._by_id.values() for name in served.instances}
         if pairs != placed or len(self._by_attempt) + len(self.waiting) != len(self._by_id):
             raise BookkeepingError(f"{len(pairs)} requests are known at instances, {len(placed)} name them")
+
+
+def possible(placement: Placement, exchanging: Collection[str]) -> Placement:
+    """A placement without what needs KV of an instance that exchanges none.
+
+    `exchanging`: the instances that do.
+    """
+    if placement.is_separated and not {placement.prefill, placement.decode} <= set(exchanging):
+        placement = replace(placement, prefill=placement.decode)
+    if placement.fetch_from and not {placement.fetch_from, placement.prefill} <= set(exchanging):
+        placement = replace(placement, fetch_from="")
+    return placement

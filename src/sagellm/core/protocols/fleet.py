@@ -101,7 +101,9 @@ class InstanceFacts:
     """What an instance says of itself when it is connected.
 
     `start_id`: another one after each start of its process; a cache of before is gone then. `transfers`: what
-    others need to send KV to it (`KVTransferChannel.metadata`); empty: it takes none.
+    others need to send KV to it (`KVTransferChannel.metadata`); empty: it takes none, and sends none.
+    `capability.dtype` is empty where it is not known. `draws_by_position`: a sampled token depends on the
+    request's seed and its position alone, so an answer may go on there as it would have gone on elsewhere.
     """
 
     instance_id: str
@@ -111,6 +113,7 @@ class InstanceFacts:
     max_model_len: int
     pid: int = 0
     transfers: bytes = b""
+    draws_by_position: bool = True
 
 
 class Connected(NamedTuple):
@@ -126,10 +129,11 @@ class Lost(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A request that the instance does not take."""
+    """A request that the instance does not take. `again`: it has failed there, and may succeed elsewhere."""
 
     request_id: str
     error: SageError
+    again: bool = False
 
 
 class KVChanges(NamedTuple):

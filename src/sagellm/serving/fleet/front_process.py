@@ -17,6 +17,8 @@ from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.fleet_instances import api_key, fleet_instances
 from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock, MonotonicClock
@@ -27,6 +29,8 @@ from sagellm.core.registry import registry
 from sagellm.engines.build import located
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
+from sagellm.engines.native.folder_files import ConfigJson, read_checked
+from sagellm.engines.native.tokenizer import Tokenizer
 from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
 from sagellm.serving.server import serve
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from sagellm.core.child_process import Inbox
 
 log = logging.getLogger("sagellm.fleet")
+SAMPLE = "It is 17:25, na\u00efve \u4e16\u754c: def f(x): return x ** 2"
+"""A text that other tokenizers are unlikely to split in the same way."""
 
 
 class SupervisorLink:
@@ -81,13 +87,16 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     apply = partial(_apply, engine, instances)
     apply(options["instances"])
     listener = socket.socket(fileno=options["listener"])
-    tokenizer = tokenizer_of(config, Path(config.model.name or DEMO_MODEL))
+    folder = Path(config.model.name or DEMO_MODEL)
+    tokenizer = tokenizer_of(config, folder)
+    terms = _plain_terms(config, folder, tokenizer)
+    _know_plain_servers(config, engine, instances, terms)
     threading.Thread(target=_listen, args=(inbox, engine, apply), name="lifeline", daemon=True).start()
     engine.wait_until_ready(fleet.start_timeout_s)
     llm = LLM(
         engine,
         tokenizer,
-        model_name=config.model.served_name or config.model.name or DEMO_NAME,
+        model_name=terms.model,
         max_model_len=engine.max_model_len,
         defaults=tokenizer.default_sampling,
     )
@@ -117,13 +126,39 @@ def _check(request: Any, capability: Any, max_model_len: int) -> None:
 
 
 def _apply(engine: FleetEngine, instances: Instances, endpoints: Mapping[str, str]) -> None:
-    """Know these instances and no others."""
-    for name in [name for name in engine.members if name not in endpoints]:
+    """Know these instances and no others, but for plain servers."""
+    known = instances.endpoints
+    for name in known.keys() - endpoints.keys():
         engine.forget(name)
         instances.remove(name)
     for name, endpoint in endpoints.items():
-        if name not in engine.members or instances.endpoint_of(name) != endpoint:
+        if known.get(name) != endpoint:
             engine.know(instances.add(name, endpoint))
+
+
+def _plain_terms(config: Config, folder: Path, tokenizer: Tokenizer) -> PlainTerms:
+    model, fleet = read_checked(ConfigJson, folder / "config.json"), config.fleet
+    text = model if model.vocab_size is not None or model.text_config is None else model.text_config
+    return PlainTerms(
+        config.model.served_name or config.model.name or DEMO_NAME,
+        text.vocab_size or tokenizer.vocab_size,
+        (SAMPLE, tuple(tokenizer.encode(SAMPLE, add_special_tokens=False))),
+        interval_s=fleet.heartbeat_s,
+        lease_s=fleet.lease_s,
+    )
+
+
+def _know_plain_servers(
+    config: Config, engine: FleetEngine, instances: Instances, terms: PlainTerms
+) -> None:
+    named = [each for each in fleet_instances(config.fleet) if each.server is not None]
+    servers = PlainServers(terms, engine.clock, instances.wake) if named else None
+    for each in named:
+        assert servers is not None
+        assert each.server is not None
+        client = servers.add(each.name, each.server, api_key(each.name, each.server))
+        instances.include(client)
+        engine.know(client)
 
 
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any) -> None:

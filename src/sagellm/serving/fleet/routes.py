@@ -115,7 +115,11 @@ class FleetRoutes:
         lifecycle = self._lifecycle()
         async with self._busy:
             members = await self.gateway.call(lambda llm: list(_engine(llm).members))
-            for name in [body.name] if body.name else members:
+            own = [name for name in members if self.fleet.groups[group_of(name, self.fleet)].is_local]
+            if body.name is not None and body.name in members and body.name not in own:
+                elsewhere = f"name: {body.name} is started by something else, and restarted there"
+                raise RequestError(elsewhere, "name")
+            for name in own if body.name is None else [body.name]:
                 await self._restart(name, lifecycle)
         return await self.status()
 

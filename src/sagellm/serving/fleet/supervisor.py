@@ -25,6 +25,7 @@ from sagellm.control_plane.chip_pool.from_fleet import needs_of
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet_instances import (
     FleetInstance,
+    api_key,
     fleet_instances,
     instance_config,
     instance_name,
@@ -32,7 +33,7 @@ from sagellm.control_plane.fleet_instances import (
 )
 from sagellm.core.config import Config
 from sagellm.core.config_layers import Resolved
-from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError
+from sagellm.core.errors import CapacityError, EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
 from sagellm.serving.fleet.chips import host_pool
 
@@ -224,11 +225,9 @@ class Supervisor:
             log.info("%s has %s", name, reason)
         leases = {lease.owner: lease for lease in assignment.leases}
         for instance in instances:
-            if instance.server is not None:
-                raise ConfigError(
-                    f"{instance.name}: plain servers are not routed to yet; leave the group out"
-                )
-            if instance.address:
+            if instance.server is not None:  # the front speaks to it by itself
+                api_key(instance.name, instance.server)
+            elif instance.address:
                 self._endpoints[instance.name] = instance.address
             else:
                 self._processes[instance.name] = self._local(instance, leases[instance.name])
