@@ -123,6 +123,7 @@ class NativeBackend:
         check_counts(max_model_len=max_model_len, threads=threads)
         split, decide = (ranks.split, ranks.decide) if ranks is not None else (None, alone)
         sharing = 1 if ranks is None else ranks.split.num_ranks
+        keeping = 1 if ranks is None else ranks.split.num_kv_ranks
         source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
@@ -131,9 +132,9 @@ class NativeBackend:
         threads = threads or suitable_threads(num_weights, sharing)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
-        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels, decide)
+        kernel_set, measured_set = cpu_kernel_sets(self._device, threads, kernels, cuda_kernels, decide)
         recording = capture(self._device) if capture and kernel_set.attention else None
-        with _memory_errors(self._device):
+        with memory_errors(self._device):
             loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
             self._model, self._schema = self._load(
                 source, loader, progress, kernel_set, block_size, split_kv, ranks
@@ -145,7 +146,7 @@ class NativeBackend:
             fitting = pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
-                available_bytes(self._device) // sharing - max_num_seqs * self._schema.state_bytes,
+                available_bytes(self._device) // keeping - max_num_seqs * self._schema.state_bytes,
             )  # fmt: skip
             blocks = (fitting if ranks is None else ranks.least(fitting)) * groups
             self._kv = PagedKV(
@@ -157,7 +158,11 @@ class NativeBackend:
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             chunk_threads = threads if self._packed else None
             self._planner = attention_planner(
-                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads, decide=decide
+                self._kv,
+                spec.num_heads,
+                *attention,
+                chunk_threads=chunk_threads,
+                decide=decide if keeping > 1 else alone,
             )
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed:
@@ -297,7 +302,7 @@ class NativeBackend:
         the model has recurrent states, they must join again.
         """
         states = self._kv.states
-        with _memory_errors(self._device), self._current_device():
+        with memory_errors(self._device), self._current_device():
             self._begin(plan)
             self._kv.copy_blocks(plan.copies)
             if not plan.num_tokens:
@@ -399,7 +404,7 @@ class NativeBackend:
         blocks, so no request may be running. Leaves no row behind.
         """
         plan = self._lone_prompt(Tokens(prompt))
-        with _memory_errors(self._device):
+        with memory_errors(self._device):
             self._begin(plan)
             logits = self._logits(plan)[0]
             self._rows.apply(ExecutionPlan(0, left=(0,)), self._device)
@@ -423,7 +428,7 @@ class NativeBackend:
         del self._model, self._kv, self._planner, self._rows, self._steps
 
 
-def _kernels(
+def cpu_kernel_sets(
     device: torch.device, threads: int, on_cpu: KernelSource | None,
     on_cuda: Callable[[], KernelSet] | None, decide: Decide,
 ) -> tuple[KernelSet, KernelSet]:  # fmt: skip
@@ -454,7 +459,7 @@ def suitable_threads(num_parameters: int, sharing: int = 1) -> int:
 
 
 @contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
+def memory_errors(device: torch.device) -> Iterator[None]:
     """Turn torch's out-of-memory errors into `CapacityError`. On a CPU torch has no class for them, only a
     text.
     """
