@@ -6,23 +6,24 @@ For each model, context and limit of a decode step's time: the most tokens per s
 layout of up to `--devices` devices reaches, by the cost model (docs/simulator.md). Each layout has as many
 rows as the limit and its memory allow. Baselines have whole layers: the best layout, which with experts is
 mostly data-parallel groups that share them, and the best with tensor parallelism alone. Where the sides have
-different devices, a baseline is the same number of devices of each kind in their own layouts. Coefficients are the defaults, which
-were fitted to devices with whole layers; what a separated engine costs beyond them is `--latency`. Prompts
-are computed elsewhere on both sides of the comparison.
+different devices, a baseline is the same number of devices of each kind in their own layouts. Coefficients
+are the defaults, which were guessed for devices with whole layers; what a separated engine costs beyond them
+is `--latency`. Prompts are computed elsewhere on both sides of the comparison. A gain is left out where no
+baseline fits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.reporting import environment
+from sagellm.benchmarks.reporting import environment, write_json
 from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import DeviceSpec, device
 from sagellm.engines.simulator.models import ModelShape, model
@@ -134,8 +135,8 @@ def compared(asked: argparse.Namespace, latency_s: float) -> Iterator[dict[str, 
                 "whole": {kind: one and described(one) for kind, one in whole.items()},
                 "tensor": {kind: one and described(one) for kind, one in tensor.items()},
                 "separated": best and described(best),
-                "gain": None if best is None else round(gain(best, whole), 3),
-                "gain_over_tensor": None if best is None else round(gain(best, tensor), 3),
+                "gain": None if best is None else rounded(gain(best, whole)),
+                "gain_over_tensor": None if best is None else rounded(gain(best, tensor)),
             }  # fmt: skip
 
 
@@ -147,19 +148,22 @@ def gain(layout: Layout, whole: Mapping[str, Layout | None]) -> float:
     """Tokens per second beside those of the same devices with whole layers."""
     each = {kind: found.per_device if found else 0.0 for kind, found in whole.items()}
     alone = sum(count * each[kind] for kind, count in layout.devices.items())
-    return layout.tokens_per_s / alone if alone else float("inf")
+    return layout.tokens_per_s / alone if alone else math.inf
 
 
-def described(layout: Layout) -> dict[str, Any]:
-    return {
-        "layout": layout.text, "rows": layout.rows * layout.groups, "devices": layout.devices,
-        "tokens_per_s_and_device": round(layout.per_device, 1),
-    }  # fmt: skip
+def rounded(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def described(layout: Layout) -> str:
+    devices = ", ".join(f"{count} {kind}" for kind, count in layout.devices.items())
+    rows = layout.rows * layout.groups
+    return f"{layout.text} ({devices}): {rows} rows, {layout.per_device:.1f} tokens/s and device"
 
 
 def line(row: dict[str, Any]) -> str:
     gains = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("gain", "gain_over_tensor")]
-    best = row["separated"]["layout"] if row["separated"] else "does not fit, or misses the limit"
+    best = row["separated"] or "does not fit, or misses the limit"
     return (
         f"{row['model']:14} {row['attention']:9} {row['ffn']:9} {row['limit_s'] * 1e3:4.0f} ms "
         f"{row['context']:6} tokens {row['latency_s'] * 1e6:3.0f} us: {gains[0]:>5} {gains[1]:>5}  {best}"
@@ -178,8 +182,8 @@ def main() -> None:
             rows.append(row)
             print(line(row), flush=True)
     if asked.out is not None:
-        found = {"environment": environment(), "devices": asked.devices, "rows": rows}
-        asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = {"environment": asdict(environment()), "devices": asked.devices, "rows": rows}
+        write_json(asked.out, found)
 
 
 if __name__ == "__main__":
