@@ -16,7 +16,7 @@ import torch
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.fusion import KernelSource, Work
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
-from sagellm.engines.native.backend import cpu_kernel_sets, memory_errors, suitable_threads
+from sagellm.engines.native.backend import choose, memory_errors
 from sagellm.engines.native.feed_forward import FeedForward, FeedForwardCompute
 from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.model_spec import ModelSpec
@@ -24,7 +24,6 @@ from sagellm.engines.native.parallel.attention_model import ALL_ROWS
 from sagellm.engines.native.parallel.ranks import Ranks
 from sagellm.engines.native.parallel.tensor_ranks import at_once
 from sagellm.engines.native.usable_kernels import usable_glue
-from sagellm.engines.native.weights import num_parameters
 
 
 class FfnRank:
@@ -39,7 +38,7 @@ class FfnRank:
         kernels: KernelSource | None = None, quantizer: WeightQuantizer | None = None,
         formats: FormatSource | None = None, implementation: str = "auto", records: bool = False,
     ) -> None:  # fmt: skip
-        self._ranks, decide = ranks, ranks.decide
+        self._ranks = ranks
         source = CheckedModel.of(
             model, device, max_model_len, quantizer, formats, implementation, ranks.split
         )
@@ -47,12 +46,8 @@ class FfnRank:
         if not isinstance(spec, ModelSpec):
             raise UnsupportedModelError("a model that runs through transformers cannot be divided")
         self._spec, self._device = spec, source.device
-        # From here on decisions are the first rank's, in the order of `NativeBackend`.
-        threads = threads or suitable_threads(num_parameters(source.plan), ranks.split.num_ranks)
-        torch.set_num_threads(threads)
-        kernel_set, measured_set = cpu_kernel_sets(self._device, threads, kernels, None, decide)
         with memory_errors(self._device):
-            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
+            _, kernel_set, _, loader = choose(source, threads, kernels, None, dtype, compute_dtype, ranks)
             weights = loader.weights(source.plan)
             self._dtype = loader.compute_dtype
             self._layers = [
