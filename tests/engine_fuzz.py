@@ -352,7 +352,7 @@ class Run:
     def _began(self, one: Request) -> None:
         self.requests[one.request_id] = one
         self.alive.append(one.request_id)
-        self._tokens[one.request_id] = []
+        self._tokens[one.request_id] = list(one.generated)
         self._logprobs[one.request_id] = []
 
     def _ended(self, one: Request, reason: FinishReason, error: str | None) -> None:
@@ -368,10 +368,14 @@ class Run:
             expected = drawn + expected[len(drawn) :]
         assert drawn == expected[: len(drawn)], f"{one.request_id}: {drawn}, not {expected}"
         if one.params.logprobs is not None:
-            assert self._logprobs[one.request_id] == [-float(len(one.tokens) + i) for i in range(len(drawn))]
+            places = range(len(one.generated), len(drawn))
+            assert self._logprobs[one.request_id] == [-float(len(one.tokens) + i) for i in places]
         if reason is FinishReason.ERROR:
             fits = self.case.fits_alone(one, self._most_pinned)
             assert not fits, f"{one.request_id} fits alone, and ended with: {error}"
+        elif reason is FinishReason.MOVED:
+            assert one.moves
+            assert len(drawn) == len(one.generated) + 1
         else:
             num_left = self.engine.max_model_len - len(one.tokens)
             assert len(drawn) == min(len(expected), num_left), f"{one.request_id} ended early"
@@ -399,7 +403,7 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
     approximate = bool(run.case.recompute_tokens) and draw.random() < 0.5
     if run.case.recompute_tokens:
         text = [*text[draw.choice([0, 9, 30]) :][: draw.randrange(4)], *text[draw.choice([0, 1, 3, 8]) :]]
-    return request(
+    made = request(
         f"~{name}" if approximate else name,
         text[: draw.randrange(1, max(2, run.longest // 2))],
         draw.randrange(1, max(2, run.longest // 2)),
@@ -412,6 +416,20 @@ def _request(draw: random.Random, run: Run, name: str) -> Request:
         retention=draw.choice([(), (), (Retention(0, draw.randrange(1, 40), 80, 5.0),)]),
         approximate_reuse=approximate,
     )
+    return _begun_elsewhere(run, made)
+
+
+def _begun_elsewhere(run: Run, one: Request) -> Request:
+    """In a third of the cases, another engine has begun some answers, and some move on. Drawn apart."""
+    draw = random.Random(f"{run.case.seed} {one.request_id}")
+    if run.case.seed % 3 or one.approximate_reuse or draw.random() < 0.5:
+        return one
+    backend, most = run.engine.backend, one.params.max_tokens
+    assert isinstance(backend, TokenMemoryBackend)
+    assert most is not None
+    generated = expected_tokens(backend, one.tokens, draw.randrange(most))
+    run.seen["begun elsewhere"] += bool(generated)
+    return replace(one, generated=tuple(generated), moves=draw.random() < 0.2)
 
 
 def _disturb(draw: random.Random, run: Run, step: int) -> None:

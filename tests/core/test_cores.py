@@ -136,7 +136,7 @@ def test_a_limit_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
 def test_a_quota_is_rounded_down_and_adds_no_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, expected: int
 ) -> None:
-    monkeypatch.setattr(cores, "_allowed", lambda: range(6))
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: range(6))
     write_cpus(tmp_path, HYBRID)
     write_group(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000"})
     assert usable_cores(tmp_path) == expected

@@ -26,6 +26,8 @@ class Fleet:
         self.process = process
         self.log: list[str] = []
         self.url = ""
+        self._clients = threading.local()
+        self._all_clients: list[httpx2.Client] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -44,8 +46,17 @@ class Fleet:
                 raise AssertionError("the fleet did not start:\n" + "\n".join(self.log[-40:]))
             time.sleep(0.02)
 
+    @property
+    def client(self) -> httpx2.Client:
+        """One for each thread: making one takes much longer than a request."""
+        if not hasattr(self._clients, "client"):
+            self._clients.client = httpx2.Client()
+            self._all_clients.append(self._clients.client)
+        client: httpx2.Client = self._clients.client
+        return client
+
     def status(self) -> dict[str, Any]:
-        answer = httpx2.get(f"{self.url}/v1/fleet", timeout=20.0)
+        answer = self.client.get(f"{self.url}/v1/fleet", timeout=20.0)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -62,7 +73,7 @@ class Fleet:
         while not self.is_healthy():
             if time.monotonic() > began_s + within_s:
                 raise AssertionError(f"not healthy within {within_s} s:\n" + "\n".join(self.log[-40:]))
-            time.sleep(0.02)
+            time.sleep(0.05)
         return time.monotonic() - began_s
 
     def children(self) -> dict[str, int]:
@@ -79,8 +90,14 @@ class Fleet:
         return found
 
     def complete(self, tokens: Sequence[int], max_tokens: int, **given: Any) -> dict[str, Any]:
-        body = {"model": "sagellm-demo", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, **given}
-        answer = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=120.0)
+        body = {
+            "model": "sagellm-demo",
+            "prompt": list(tokens),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            **given,
+        }
+        answer = self.client.post(f"{self.url}/v1/completions", json=body, timeout=120.0)
         found: dict[str, Any] = answer.json() | {"status": answer.status_code}
         return found
 
@@ -88,15 +105,22 @@ class Fleet:
 @contextmanager
 def running_fleet(*arguments: str, settings: Mapping[str, Any] | None = None) -> Iterator[Fleet]:
     """A fleet on a free port, ended at the end. `settings`: keys of the configuration."""
-    given = [f"--set={key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (settings or {}).items()]
+    given = [
+        f"--set={key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in (settings or {}).items()
+    ]
     command = [sys.executable, "-m", "sagellm", "serve", "--port", "0", *arguments, *given]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+    ) as process:
         fleet = Fleet(process)
         try:
             fleet.wait_until_listening()
             yield fleet
         finally:
+            for client in fleet._all_clients:
+                client.close()
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(30)

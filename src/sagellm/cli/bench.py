@@ -204,6 +204,16 @@ _add_micro(
     Sections: p, prefill; d, decode steps. Both compute in turns. It takes three minutes.
     """,
 )
+_add_micro(
+    "router",
+    "router",
+    "Routers, as a,b; default: cost.",
+    """Measure a router's decision among 64 instances with a million blocks, and events absorbed.
+
+    Sections: d, look-up and placement by prompt length; e, KV events, decoded and applied, in blocks per
+    second of one core. Takes 1 GB of memory, with --quick little.
+    """,
+)
 
 
 @command

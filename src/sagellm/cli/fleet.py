@@ -12,6 +12,8 @@ import httpx2
 from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli._options import App, argument, command, flag
 from sagellm.cli.cache_server import DEFAULT_URL, base_url, refusal
+from sagellm.cli.fleet_chips import chips
+from sagellm.cli.fleet_manifests import manifests
 from sagellm.core.config_layers import env_name
 from sagellm.core.errors import ConfigError
 
@@ -76,7 +78,7 @@ def scale(
 
 
 app = App(help="The instances behind a running server.")
-app.add(status, drain, resume, restart, scale)
+app.add(status, drain, resume, restart, scale, chips, manifests)
 
 
 def _ask(

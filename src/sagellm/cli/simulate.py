@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 TRACES = "SAGELLM_TRACES"
 _BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
+_ROUTER_HELP = (
+    "cost, prefix_aware, llm_d, least_loaded, round_robin, random or one of yours; default: prefix_aware."
+)
 _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
 
 
@@ -39,7 +42,13 @@ class MachineOptions(OptionGroup):
     assignments: tuple[str, ...] = flag("--set -s KEY=VALUE", "Set a key of every preset; repeatable.", ())
     instances: int | None = flag("N", "Instances that do both phases; default: 1.")
     disaggregate: str | None = flag("P:D", "P instances for prefill, D for decode.")
-    router: str | None = flag("NAME", "round-robin, least-loaded or prefix-aware; default: prefix-aware.")
+    hybrid: bool | None = flag("--hybrid", "Instances may do either phase, as the router separates.")
+    router: str | None = flag("NAME", _ROUTER_HELP)
+    admission: str | None = flag("NAME", "fifo, priority, slo, cost or adaptive; default: all are accepted.")
+    report_s: float | None = flag(
+        "--report SECONDS", "Between reports of load; default: 0, the present state."
+    )
+    event_delay_s: float | None = flag("--event-delay SECONDS", "Until a router knows of KV; default: 0.")
     network: float | None = flag("GB/S", "Of one instance; default: the device's.")
 
     def setup(self, goal_options: GoalOptions) -> SimulationSetup:
@@ -57,7 +66,11 @@ class MachineOptions(OptionGroup):
             disaggregate=None if self.disaggregate is None else parse_disaggregate(self.disaggregate),
             network_bytes_per_s=None if self.network is None else self.network * 1e9,
             instances=self.instances,
+            hybrid=self.hybrid,
             router=self.router,
+            admission=self.admission,
+            report_s=self.report_s,
+            event_delay_s=self.event_delay_s,
         )
         settings = assignments("--set", self.assignments)
         return SimulationSetup(machine, ClusterLayout(**layout), goal_options.goals(), settings)

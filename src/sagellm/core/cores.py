@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
@@ -21,14 +21,36 @@ def usable_cores(root: Path = ROOT) -> int:
 
     Control groups limit the number. A quota of 1.5 CPUs is one core: two threads use it up before its period
     ends, and then all threads stop, those of the server too. `root` holds the system's `sys` and `proc`."""
-    return max(1, math.floor(min(num_physical(_allowed(), root), cpu_quota(root))))
+    return max(1, math.floor(min(num_physical(allowed_cpus(), root), cpu_quota(root))))
 
 
 def num_physical(cpus: Collection[int], root: Path = ROOT) -> int:
-    """Cores that `cpus` belong to. The hyperthreads of a core share its arithmetic and memory units, so they
-    count once. Where the system does not say which belong together (not Linux), each CPU counts."""
-    topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
-    return len({_read(file) or file for file in topology})
+    """How many cores `cpus` belong to; see `physical_cores`."""
+    return len(physical_cores(cpus, root))
+
+
+def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> list[tuple[int, ...]]:
+    """`cpus` by the core that they belong to. The hyperthreads of a core share its arithmetic and memory
+    units. Where the system does not say which belong together (not Linux), each CPU is a core."""
+    cores: dict[object, list[int]] = {}
+    for cpu in sorted(cpus):
+        file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        cores.setdefault(_read(file) or file, []).append(cpu)
+    return [tuple(core) for core in cores.values()]
+
+
+def usable_physical_cores(root: Path = ROOT) -> list[tuple[int, ...]]:
+    """The cores of `usable_cores`; control groups may allow fewer than there are."""
+    return physical_cores(allowed_cpus(), root)[: usable_cores(root)]
+
+
+def keep_to(cpus: Collection[int]) -> None:
+    """Keep this process, and the threads that it starts from now on, on `cpus`. Empty: change nothing.
+
+    Raises `OSError` where the system has none of them. Systems other than Linux have no such call, and all
+    cores stay in use."""
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
 
 
 def cpu_quota(root: Path = ROOT) -> float:
@@ -37,7 +59,8 @@ def cpu_quota(root: Path = ROOT) -> float:
     return min((quota for group in _control_groups(root) for quota in _quota_of(group)), default=math.inf)
 
 
-def _allowed() -> Collection[int]:
+def allowed_cpus() -> Collection[int]:
+    """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)

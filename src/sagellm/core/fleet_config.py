@@ -33,7 +33,9 @@ class PlainServerConfig(Section):
     url: str = Field(description="its address, as http://HOST:PORT", pattern=URL)
     model: Word | None = key(None, "the model's name there; none: the name that our clients use")
     api_key_variable: Word | None = key(None, "environment variable with the key that it wants")
-    events: Word | None = key(None, "where it publishes KV events, as tcp://HOST:PORT; none: its cache is guessed")
+    events: Word | None = key(
+        None, "where it publishes KV events, as tcp://HOST:PORT; none: its cache is guessed"
+    )
     replay: Word | None = key(None, "where it replays them")
     topic: str = key("", "topic of its events")
     max_num_seqs: Positive = key(64, "requests that it runs together")
@@ -53,7 +55,9 @@ class GroupConfig(Section):
     addresses: tuple[Annotated[str, Field(pattern=ADDRESS)], ...] = key(
         (), "addresses of instances that run elsewhere, as tcp://HOST:PORT"
     )
-    servers: tuple[PlainServerConfig, ...] = key((), "plain vLLM or SGLang servers: [{url: ..., events: ...}]")
+    servers: tuple[PlainServerConfig, ...] = key(
+        (), "plain vLLM or SGLang servers: [{url: ..., events: ...}]"
+    )
     settings: dict[str, Any] = key({}, "keys of the configuration that differ for these instances")
     chips: int | None = key(
         None, "chips of each instance; 0: it runs on CPU cores; none: one for each rank", ge=0, le=64
@@ -62,7 +66,11 @@ class GroupConfig(Section):
     chip_names: tuple[Word, ...] = key((), "chips to choose from, as `sagellm fleet chips` names them")
     shares_chips: bool = key(False, "instances of groups that say so may be on one chip; it is not isolated")
     cores: Positive | None = key(None, "CPU cores of each instance; none: an equal share of what is left")
-    memory_gb: float | None = key(None, "host memory of each instance (GiB); none: not reserved", gt=0.0)
+    memory_gb: float | None = key(
+        None,
+        "memory of each of its chips, or host memory on CPU cores, that an instance keeps to (GiB)",
+        gt=0.0,
+    )
     min_count: Positive | None = key(None, "fewest instances with autoscaling; none: 1")
     max_count: int | None = key(
         None, "most instances with autoscaling; none: the number stays", ge=1, le=MAX_INSTANCES
@@ -83,6 +91,12 @@ class GroupConfig(Section):
             placed |= {"settings"} & self.model_fields_set if self.servers else set()
             if placed:
                 raise ValueError(f"{', '.join(sorted(placed))}: only for instances that are started here")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_chips_are_parts(self) -> GroupConfig:
+        if self.shares_chips and (self.memory_gb is None or (self.chips or 1) > 1 or self.chips == 0):
+            raise ValueError("shares_chips: give memory_gb, the part of a chip, and no more than chips: 1")
         return self
 
     @model_validator(mode="after")
@@ -143,6 +157,9 @@ class FleetConfig(Section):
         "off", "change the number of instances within min_count and max_count; dry_run: only say so"
     )
     autoscaling_options: dict[str, Any] = key({}, "its options")
+    chips_file: Word | None = key(
+        None, "measured chips, as `sagellm fleet chips --measure --save FILE` writes them; none: data sheets"
+    )
     shared_key: Word | None = key(
         None, f"key that front and instances share, {MIN_KEY_CHARACTERS} characters or more; none: a new one "
         "at each start", repr=False,
@@ -170,7 +187,9 @@ class FleetConfig(Section):
     @classmethod
     def _key_is_long(cls, given: str | None) -> str | None:
         if given is not None and len(given) < MIN_KEY_CHARACTERS:
-            raise ValueError(f"too short: {MIN_KEY_CHARACTERS} characters at least, as from openssl rand -hex 32")
+            raise ValueError(
+                f"too short: {MIN_KEY_CHARACTERS} characters at least, as from openssl rand -hex 32"
+            )
         return given
 
     @model_validator(mode="after")

@@ -22,8 +22,13 @@ def node_of_pci(address: str, root: Path = ROOT) -> int | None:
 
 def cpus_of_node(node: int, root: Path = ROOT) -> set[int]:
     """CPUs of a node. Empty for a node of memory alone, and where the system does not say."""
+    return numbers_of(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
+
+
+def numbers_of(text: str) -> set[int]:
+    """CPUs of a list as Linux writes it, as `0-3,8`."""
     cpus: set[int] = set()
-    for part in filter(None, _read(root / f"sys/devices/system/node/node{node}/cpulist").split(",")):
+    for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus

@@ -79,8 +79,15 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request) -> RequestState:
-        asks = request.params.prompt_logprobs is not None
-        return cls(request, Tokens(request.tokens), prompt_logprobs=[] if asks else None)
+        """Of a new request.
+
+        What another instance has generated counts as output. That instance has also reported the
+        log-probabilities of the prompt.
+        """
+        tokens = Tokens(request.tokens)
+        tokens.extend(request.generated)
+        asks = request.params.prompt_logprobs is not None and not request.generated
+        return cls(request, tokens, prompt_logprobs=[] if asks else None)
 
     @property
     def request_id(self) -> str:
@@ -97,6 +104,17 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Output tokens with which it ends or leaves at the latest; None: only the model limits them."""
+        request = self.request
+        return len(request.generated) + 1 if request.moves else request.params.max_tokens
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it was preempted, or its answer has begun at another instance. A client waits for more."""
+        return bool(self.num_preemptions or self.request.generated)
 
     @property
     def num_uncomputed(self) -> int:

@@ -30,6 +30,7 @@ from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.lifetime import LifetimePredictor, ReusePredictor
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.protocols.quantization import WeightFormat
+from sagellm.core.protocols.router import Router
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.protocols.speculative import Proposer
 
@@ -49,6 +50,7 @@ KINDS: Mapping[str, tuple[str, str, type | None]] = {
     "proposer": ("sagellm.accel.speculative", "sagellm.proposers", Proposer),
     "collectives": ("sagellm.comm.collectives", "sagellm.collectives", CommBackendProtocol),
     "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects", DomesticCommBackend),
+    "router": ("sagellm.control_plane.router", "sagellm.routers", Router),
     "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats", None),
 }
 """Every kind of plug-in: the package that holds ours, the entry point group for those of others, and the

@@ -189,12 +189,13 @@ class Retention:
 
 
 class FinishReason(str, Enum):
-    """Why a request ended; the first two are OpenAI's words."""
+    """Why a request ended; the first two are OpenAI's words. MOVED: it goes on at another instance."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    MOVED = "moved"
 
 
 class RequestStatus(Enum):
@@ -373,6 +374,8 @@ class Request:
     `reports_hit`: the blocks that it reuses are published as KV events, which do not show hits otherwise.
     `reports_eviction`: its first output tells what was evicted of its prompt, if misses are attributed.
     `approximate_reuse`: KV of equal tokens at other positions may be copied for it, which changes its answer.
+    `generated`: tokens of its answer that another instance has drawn: this one goes on behind them, as after a
+    preemption. `moves`: the request leaves with its next token, and goes on at another instance.
     """
 
     request_id: str
@@ -393,10 +396,14 @@ class Request:
     reports_hit: bool = False
     reports_eviction: bool = False
     approximate_reuse: bool = False
+    generated: tuple[int, ...] = ()
+    moves: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.tokens):
             raise RequestError("the prompt is empty: send at least one token", "prompt")
+        ids = _as_tuple("generated", "several token ids", self.generated, _is_integer)
+        object.__setattr__(self, "generated", ids)
         if "\0" in self.namespace.tenant:
             raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
         if len(self.retention) > MAX_RETENTIONS:

@@ -142,7 +142,7 @@ class ApproximateReuse:
         state = chunk.state
         if not state.request.approximate_reuse or state.request.group is not None:
             return
-        if state.prompt_logprobs is not None or state.compute_until is not None:
+        if state.request.params.prompt_logprobs is not None or state.compute_until is not None:
             self.forget(state)
             return
         if self._found.get(state, (None, []))[0] != chunk.start:

@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 from sagellm.core.binding import Binding
 from sagellm.core.events import RequestFinished
 from sagellm.core.plan import NO_ROW, ExecutionPlan, RequestState, StepResult
-from sagellm.core.types import FinishReason, RequestOutput, RequestStatus, TokenLogprob
+from sagellm.core.types import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprob
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir.batch import ChainCounts
@@ -177,21 +177,25 @@ def _parts(token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ..
     return [tuple(islice(tokens, size)) for size in sizes]
 
 
+def ends_with(request: Request, token_id: int, num_output_tokens: int) -> bool:
+    """Whether an answer ends by itself with this token, the last of `num_output_tokens`."""
+    params = request.params
+    if num_output_tokens >= params.min_tokens:
+        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return True
+    return num_output_tokens == request.scripted_output
+
+
 def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> FinishReason | None:
     """Why the request ends with the token just drawn; None if it continues."""
-    params = state.request.params
-    generated = state.num_output_tokens
-    if generated >= params.min_tokens:
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in state.request.eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP
-    if generated == state.request.scripted_output:
+    request, num_output_tokens = state.request, state.num_output_tokens
+    if ends_with(request, token_id, num_output_tokens):
         return FinishReason.STOP
-    full = len(state.tokens) >= max_model_len
-    if full or (params.max_tokens is not None and generated >= params.max_tokens):
+    full, max_tokens = len(state.tokens) >= max_model_len, request.params.max_tokens
+    if full or (max_tokens is not None and num_output_tokens >= max_tokens):
         return FinishReason.LENGTH
-    return None
+    return FinishReason.MOVED if request.moves else None
 
 
 def output_of(
@@ -221,7 +225,7 @@ def output_of(
 
 
 def finished_event(state: RequestState, reason: FinishReason, now_s: float) -> RequestFinished:
-    """The event of a request that ends now."""
+    """The event of a request that ends now. If its answer began elsewhere, so did its first token."""
     return RequestFinished(
         state.request_id,
         reason.value,
@@ -230,7 +234,7 @@ def finished_event(state: RequestState, reason: FinishReason, now_s: float) -> R
         state.num_output_tokens,
         state.request.arrival_s,
         state.scheduled_s,
-        state.first_token_s,
+        None if state.request.generated else state.first_token_s,
         now_s,
     )
 

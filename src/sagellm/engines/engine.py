@@ -57,7 +57,7 @@ from sagellm.engines.approximate import ApproximateReuse
 from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
-from sagellm.engines.planner import Planner
+from sagellm.engines.planner import MustLeave, Planner
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
@@ -162,11 +162,15 @@ class Engine:
 
     # -- requests in and out
 
-    def add(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestError` unless `add` would take the request now."""
         if request.request_id in self._request_table.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         account_tokens = self.kv.quotes.max_blocks(request.account) * self.kv.block_size
         check_request(request, self._capability, self.max_model_len, account_tokens)
+
+    def add(self, request: Request) -> None:
+        self.check_request(request)
         state = RequestState.of(request)
         self._request_table.add(state)
         if self._kv_waits is not None:
@@ -192,6 +196,8 @@ class Engine:
                 tokens=Tokens(parent.tokens),
                 params=params or replace(parent.request.params, prompt_logprobs=None),
                 arrival_s=self.clock.now(),
+                generated=(),
+                moves=False,
                 group=group,
             )
         )
@@ -307,7 +313,7 @@ class Engine:
         if self._kv_waits is not None:
             self._kv_waits.settle()
         kv = self.kv
-        if kv.pins.num_sent or (kv.arrivals is not None and kv.arrivals.num_blocks):
+        if kv.blocks_move:
             return 0
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
@@ -422,7 +428,7 @@ class Engine:
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
-        if must_leave is not None and self._kv_waits is not None and self._kv_waits.give_way():
+        if must_leave is not None and self._may_wait(must_leave):
             binding.draft.hold(must_leave.state)  # the next step has the blocks that were being moved
             must_leave = None
         if must_leave is not None and must_leave.error is None:
@@ -439,24 +445,30 @@ class Engine:
     def _decide(self) -> Binding:
         """What the passes decide.
 
-        Before a request is preempted, tiers stop moving blocks, and the passes decide again. A request that
-        would be ended for lack of memory waits for what moves: its blocks can be evicted then.
+        Before a request is preempted or ended for lack of memory, prefixes that are kept for others are
+        given up, tiers stop moving blocks, and the passes decide again. A request that would be ended waits
+        for what moves: its blocks can be evicted then.
         """
-        binding = self._planner.decide(self._num_steps, self.view)
-        if self._kv_waits is None:
-            return binding
-        is_short = binding.draft.preempted or (binding.draft.rejected and self._kv_waits.holds_tails)
-        if is_short and self._kv_waits.give_way():
+        binding, waits = self._planner.decide(self._num_steps, self.view), self._kv_waits
+        draft = binding.draft
+        gave_way = bool(draft.preempted or draft.rejected) and self.kv.pins.give_way()
+        if waits is not None and (draft.preempted or (draft.rejected and waits.holds_tails)):
+            gave_way = waits.give_way() or gave_way
+        if gave_way:
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
-        if binding.draft.rejected and self._kv_waits.is_moving:
+        if binding.draft.rejected and (self.kv.blocks_move or (waits is not None and waits.is_moving)):
             for request_id in binding.draft.rejected:
-                binding.draft.record("tiers", self._request_table.states[request_id], "wait", "blocks move")
+                binding.draft.record("blocks", self._request_table.states[request_id], "wait", "blocks move")
             binding.draft.rejected.clear()
-            if not binding.draft.num_scheduled:
-                assert self.kv.tiers is not None
+            if not binding.draft.num_scheduled and self.kv.tiers is not None:
                 self.kv.tiers.wait(MOST_IDLE_S)
         return binding
+
+    def _may_wait(self, must_leave: MustLeave) -> bool:
+        """Whether a request that lacks blocks will have those that are kept for others or are being moved."""
+        waits, blocks_move = self._kv_waits, self.kv.blocks_move and must_leave.error is not None
+        return self.kv.pins.give_way() or (waits is not None and waits.give_way()) or blocks_move
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
 from sagellm.core.types import APPROXIMATE_REUSE, PROMPT_LOGPROBS, CapabilityDescriptor, Request
+from sagellm.engines.commit import ends_with
 
 
 def check_request(
@@ -15,13 +16,10 @@ def check_request(
 ) -> None:
     """Raise `RequestError` unless the backend can compute the request. `account_tokens`: tokens of KV that
     the account of the request may have at most."""
-    params, num_tokens, vocab_size = request.params, len(request.tokens), capability.vocab_size
+    params, vocab_size = request.params, capability.vocab_size
     if params.n != 1:
         raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
-    if num_tokens >= max_model_len:
-        raise ContextLengthError(
-            max_model_len, f"the prompt has {num_tokens} and at least one must be generated", "prompt"
-        )
+    _check_length(request, max_model_len, account_tokens)
     ids = np.frombuffer(request.tokens.view(), dtype=np.uint32)  # negative ids are the greatest
     if ids.max() >= vocab_size:
         wrong = next(token for token in request.tokens if not 0 <= token < vocab_size)
@@ -42,13 +40,40 @@ def check_request(
         )
     _check_ids("logit_bias: ", params.logit_bias, vocab_size, "logit_bias")
     _check_ids("stop_token_ids: ", params.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_ids("generated: ", request.generated, vocab_size, "generated")
+    _check_generated(request)
+
+
+def _check_length(request: Request, max_model_len: int, account_tokens: int) -> None:
+    num_prompt, num_generated = len(request.tokens), len(request.generated)
+    num_tokens, parts = num_prompt + num_generated, f"the prompt has {num_prompt}"
+    if num_generated:
+        parts = f"the prompt has {num_prompt}, {num_generated} are generated already"
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(max_model_len, f"{parts} and at least one must be generated", "prompt")
     if num_tokens >= account_tokens:
         tenant, service_class = request.account
         raise ContextLengthError(
             account_tokens,
-            f"the prompt has {num_tokens}: it is the KV quota of tenant {tenant!r}, class "
-            f"{service_class!r}, that sets this limit",
+            f"{parts}: it is the KV quota of tenant {tenant!r}, class {service_class!r}, that sets this limit",
             "prompt",
+        )
+
+
+def _check_generated(request: Request) -> None:
+    """What another instance has generated must be a part of an answer."""
+    num_generated, most = len(request.generated), request.params.max_tokens
+    for number, token_id in enumerate(request.generated, 1):
+        if ends_with(request, token_id, number):
+            raise RequestError(
+                f"generated: the answer ends with its token {number}, {token_id}, and {num_generated} are "
+                "given: do not send on a request that has ended",
+                "generated",
+            )
+    if num_generated and most is not None and num_generated >= most:
+        raise RequestError(
+            f"generated: {num_generated} tokens are given, max_tokens is {most}: the answer is complete",
+            "generated",
         )
 
 

@@ -129,9 +129,7 @@ FOR_CLIENTS: Endpoints = {
         },
         statuses=RUNNING,
     ),
-    ("GET", "/v1/fleet"): Endpoint(
-        "The instances behind this server", FleetStatus, statuses=(404, *RUNNING)
-    ),
+    ("GET", "/v1/fleet"): Endpoint("The instances behind this server", FleetStatus, statuses=(404, *RUNNING)),
     ("POST", "/v1/kv/explain"): Endpoint(
         "What the KV cache knows of a prompt, span by span",
         cache_facts.Explanation,

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 
 from sagellm.benchmarks.simulate.cluster import Cluster, RequestOutcome
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.instance import PATIENCE_S, Instance
-from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster, simulate
 from sagellm.benchmarks.simulate.workload import (
     Arrivals,

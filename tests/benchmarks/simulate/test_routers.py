@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from sagellm.benchmarks.simulate.routers import ROUTERS, PrefixAwareRouter, make_router
+
 from sagellm.benchmarks.simulate.simulation import ClusterLayout
 from sagellm.core.errors import CapacityError, UnknownNameError
 from sagellm.core.protocols.router import InstanceLoad

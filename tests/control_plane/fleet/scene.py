@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus
-from sagellm.core.protocols.fleet import KVChanges
 from sagellm.core.protocols.router import (
-    NOT_CACHED,
     CachedPrefix,
     ExecutionInstance,
     InstanceType,
     Placement,
     RequestMetadata,
 )
-from sagellm.core.types import CapabilityDescriptor, FinishReason, Namespace, Request, RequestOutput, Tokens
+from sagellm.core.types import CapabilityDescriptor, FinishReason, Request, RequestOutput
+from sagellm.engines.build_transfers import build_transfers
 from sagellm.engines.engine import Engine
+from sagellm.engines.hand_over import HandOvers
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 from sagellm.engines.validation import check_request
 from tests.builders import check_books, fake_engine
@@ -32,6 +34,8 @@ KEY = FleetKey("a key of sixteen or more")
 
 class InTurn:
     """A router that takes the instances in turn, and counts what it is told."""
+
+    reads_cache = True
 
     def __init__(self) -> None:
         self.turn = 0
@@ -53,35 +57,47 @@ class InTurn:
     def observe(self, instance_id: str, latencies_s: object) -> None: ...
 
 
-class NothingKnown:
-    """Knows no cached prefix."""
+class Separating(InTurn):
+    """Prompts on the first instance, answers on the others in turn; whole requests where one is left."""
 
-    def __init__(self) -> None:
-        self.changes: list[tuple[str, KVChanges]] = []
-
-    def apply(self, instance_id: str, changes: KVChanges) -> None:
-        self.changes.append((instance_id, changes))
-
-    def forget(self, instance_id: str) -> None: ...
-
-    def lookup(
-        self, tokens: Tokens, namespace: Namespace, instances: Sequence[str]
-    ) -> Sequence[CachedPrefix]:
-        return [NOT_CACHED] * len(instances)
+    def place(
+        self,
+        request: RequestMetadata,
+        instances: Sequence[ExecutionInstance],
+        cached: Sequence[CachedPrefix],
+    ) -> Placement:
+        first = instances[0].instance_id
+        decode = super().place(request, instances[1:] or instances, cached).decode
+        return Placement(first if first == "i-0" else decode, decode)
 
 
 class Scene:
     """`num` instances and a front. Nothing moves but in `turn`."""
 
-    def __init__(self, folder: Path, num: int = 2, *, policy: FleetPolicy = FleetPolicy(), lease_s: float = 10.0):
+    def __init__(
+        self,
+        folder: Path,
+        num: int = 2,
+        *,
+        policy: FleetPolicy | None = None,
+        lease_s: float = 10.0,
+        exchanges: bool = False,
+        router: InTurn | None = None,
+    ):
         self.folder, self.clock = folder, MonotonicClock()
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
         self.instances = Instances(KEY, self.clock, lease_s=lease_s)
-        self.router = InTurn()
-        self.prefixes = NothingKnown()
+        self.router = router or InTurn()
+        self.network = InProcessNetwork(threaded=False) if exchanges else None
+        self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
-            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=policy
+            self.instances,
+            self.router,
+            self.prefixes,
+            _check,
+            clock=self.clock,
+            policy=policy or FleetPolicy(),
         )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
@@ -95,11 +111,17 @@ class Scene:
 
     def start(self, name: str) -> InstanceServer:
         events = EventBus()
-        self.backends[name] = TokenMemoryBackend()
+        self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
+        hand_overs, metadata = None, b""
+        if self.network is not None:
+            transfers = build_transfers(engine, name, InProcessTransport(name, self.network))
+            hand_overs = HandOvers(transfers, early_s=0.3)
+            metadata = hand_overs.transfers.channel.metadata()
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
-            kind=InstanceType.GENERAL, events=events, clock=self.clock,
+            kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
+            clock=self.clock,
         )  # fmt: skip
         return server
 
@@ -108,6 +130,13 @@ class Scene:
         server = self.servers.pop(name)
         server._socket.close(linger=0)
         server._context.term()
+        server._bell.close()
+        self._end_transfers(server)
+
+    def _end_transfers(self, server: InstanceServer) -> None:
+        if isinstance(server.hand_overs, HandOvers):
+            server.hand_overs.close()
+            server.hand_overs.transfers.close()
 
     def engine(self, name: str) -> Engine:
         engine = self.servers[name].engine
@@ -116,9 +145,12 @@ class Scene:
 
     def turn(self) -> None:
         for server in self.servers.values():
+            server.wake()
             server.turn()
             server.check()
             check_books(self.engine(server.instance_id))
+        while self.network is not None and self.network.run_one():
+            pass
         self.front.wake()
         for output in self.front.step():
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -127,12 +159,11 @@ class Scene:
                 self.ended[output.request_id] = output
         self.front.check()
 
-    def until(self, is_so: Callable[[], bool], turns: int = 2000) -> None:
-        for _ in range(turns):
-            if is_so():
-                return
+    def until(self, is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+        until_s = self.clock.now() + within_s
+        while not is_so():
+            assert self.clock.now() < until_s, f"not so within {within_s} s"
             self.turn()
-        raise AssertionError(f"{turns} turns were not enough")
 
     def finish(self) -> None:
         self.until(lambda: not len(self.front.requests))
@@ -146,6 +177,7 @@ class Scene:
     def close(self) -> None:
         self.front.close()
         for server in self.servers.values():
+            self._end_transfers(server)
             server.close()
 
 

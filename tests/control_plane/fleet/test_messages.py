@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -69,12 +69,14 @@ def test_an_output_has_every_field() -> None:
 
 
 def test_changes_keep_their_order() -> None:
-    events = [
+    events: list[BlocksStored | BlocksRemoved | IndexCleared] = [
         BlocksStored((1,), 0, (b"h",), None, b"\1\0\0\0", Namespace("t")),
         BlocksRemoved((1,), "capacity", (b"h",), Namespace()),
         IndexCleared(),
     ]
-    assert from_instance(encode(changes_of(events, is_complete=False))) == changes_of(events, is_complete=False)
+    assert from_instance(encode(changes_of(events, is_complete=False))) == changes_of(
+        events, is_complete=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,15 +111,12 @@ def test_each_call_is_read_by_its_types() -> None:
     for name, result in (("stats", EngineStats(1, 2, 3, 4, 5)), ("diagnostics", EngineDiagnostics())):
         answer = from_instance(encode(CallAnswer(1, encode(result))))
         assert isinstance(answer, CallAnswer)
-        read = result_of(name, answer.result)
-        assert dataclasses.asdict(read) == dataclasses.asdict(result) or read == result
+        assert encode(result_of(name, answer.result)) == encode(result)
     assert set(CALLS) == set(messages._ARGUMENTS)
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     for read in (from_front, from_instance):
-        try:
+        with contextlib.suppress(MessageError):
             read(data)
-        except MessageError:
-            pass

@@ -152,7 +152,8 @@ class MicroBenchPlan:
     contexts in tokens, `contexts` those of a single sequence. `paths` are prompts in tokens whose KV tiers
     save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
     of a host whose topology is read, with as many NICs. `buffers_kb` are what ranks reduce and exchange.
-    `tasks` are planned at once; `pieces` of about `task_ms` are run.
+    `tasks` are planned at once; `pieces` of about `task_ms` are run. A router chooses among `instances`,
+    which have `indexed_blocks` different blocks.
     """
 
     variants: tuple[str, ...]
@@ -176,6 +177,8 @@ class MicroBenchPlan:
     tasks: tuple[int, ...] = (64, 1024, 8192)
     pieces: int = 32
     task_ms: float = 5.0
+    instances: int = 64
+    indexed_blocks: int = 1_000_000
     repeats: int = 100
     seed: int = 0
 
@@ -194,6 +197,11 @@ class MicroBenchPlan:
     def one_machine(self) -> tuple[int, ...]:
         """The size of what has none."""
         return (1,)
+
+    @property
+    def one_length(self) -> tuple[int, ...]:
+        """A prompt whose length makes no difference."""
+        return (self.sizes[0],)
 
     @property
     def caches(self) -> tuple[int, ...]:
@@ -220,6 +228,8 @@ class MicroBenchPlan:
             rounds=1,
             tasks=(64,),
             pieces=16,
+            instances=8,
+            indexed_blocks=10_000,
             repeats=min(self.repeats, 20),
         )
 

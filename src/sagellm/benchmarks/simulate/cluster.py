@@ -12,14 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from sagellm.benchmarks.simulate.control import ControlSetting, SimulatedControlPlane, metadata
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.network import Links, PromptTransfer
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload, output_tokens
+from sagellm.control_plane.admission import Accept, Reject
+from sagellm.control_plane.queues import Waiting
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
-from sagellm.core.protocols.router import Router
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
 
+DRAIN_S = 0.05
+"""Seconds after which requests that admission delays are offered again."""
 FIRST_TOKEN = SamplingParams(0.0, max_tokens=1, ignore_eos=True)
 """The parameters of a request on a prefill instance."""
 
@@ -81,26 +85,23 @@ def _between(begin_s: float | None, end_s: float | None) -> float | None:
 
 
 class Cluster:
-    """Instances with a router. Those of role `prefill` send KV to those of role `decode`. `run` serves a
-    workload once, on fresh instances."""
+    """Instances with a control plane. `run` serves a workload once, on fresh instances."""
 
     def __init__(
         self,
         instances: Sequence[Instance],
-        router: Router,
-        decode_router: Router | None = None,
+        control: ControlSetting | None = None,
         links: Links | None = None,
     ) -> None:
         self.instances = list(instances)
         self._by_name = {instance.name: instance for instance in self.instances}
-        self._entry = [instance for instance in self.instances if instance.role != "decode"]
-        self._decoders = [instance for instance in self.instances if instance.role == "decode"]
         _check_roles(self.instances, self._by_name)
-        self._router = router
-        self._decode_router = decode_router or router
+        self.control = SimulatedControlPlane(control or ControlSetting(), self.instances)
         self._links = links or Links()
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._num_events = 0
+        self._delayed: dict[str, Request] = {}
+        self._decode_at: dict[int, Instance] = {}
         self.served: list[ServedRequest] = []
 
     def run(
@@ -110,6 +111,7 @@ class Cluster:
         Raises `BookkeepingError` if a request is lost."""
         self._workload, self._maker = workload, maker
         self.served = [ServedRequest(number) for number in range(len(workload.requests))]
+        self.control.begin(self._at, self._num_expected)
         for time_s, number in workload.first():
             self._at(time_s, self._arrive, number)
         while True:
@@ -119,12 +121,13 @@ class Cluster:
                 break
             if instance is None or event_s <= now_s:
                 time_s, _, action, given = heapq.heappop(self._events)
+                self.control.clock.advance_to(time_s)
                 action(time_s, *given)
             else:
                 instance.advance(min(event_s, next_s, until_s), event_s)
                 for event in instance.take_ended() if instance.ended else ():
                     self._on_ended(instance, event)
-                if instance.role == "decode":
+                if self._links.num_expected(instance):
                     self._start_transfers(instance, instance.clock.now())
         self._close()
         return self.served
@@ -150,17 +153,58 @@ class Cluster:
         served, trace_request = self.served[number], self._workload.requests[number]
         served.arrival_s, served.outcome = now_s, RequestOutcome.WAITING
         request = self._maker.make(number, now_s, output_tokens(trace_request))
-        instance = self._place(self._router, self._entry, request)
-        served.prefill = served.decode = instance.name
-        if instance.role == "prefill":
-            request = replace(request, params=FIRST_TOKEN, scripted_output=None)
-        self._submit(instance, request, now_s)
+        if not self._enter(request, now_s, len(self._delayed)):
+            self._delayed[request.request_id] = request
+            self.control.prefill_queue.push(metadata(request, now_s), now_s)
+            if len(self._delayed) == 1:
+                self._at(now_s + DRAIN_S, self._drain)
 
-    def _place(self, router: Router, candidates: Sequence[Instance], request: Request) -> Instance:
-        if len(candidates) == 1:
-            return candidates[0]
-        placement = router.place(request, [instance.load(request) for instance in candidates])
-        return self._by_name[placement.prefill]
+    def _enter(self, request: Request, now_s: float, num_waiting: int) -> bool:
+        """Places or rejects a request; False if it must wait."""
+        decision = self.control.decide(request, now_s, num_waiting)
+        if isinstance(decision, Accept):
+            self._place(request, now_s)
+        elif isinstance(decision, Reject):
+            self._end(self.served[int(request.request_id)], RequestOutcome.REJECTED, now_s, decision.reason)
+        else:
+            return False
+        return True
+
+    def _drain(self, now_s: float) -> None:
+        """Offers the delayed requests again."""
+
+        def enter(waiting: Waiting) -> bool:
+            name = waiting.request.request_id
+            if not self._enter(self._delayed[name], now_s, 0):
+                return False
+            del self._delayed[name]
+            return True
+
+        self.control.prefill_queue.drain(enter)
+        if self._delayed:
+            self._at(now_s + DRAIN_S, self._drain)
+
+    def _place(self, request: Request, now_s: float) -> None:
+        number = int(request.request_id)
+        served = self.served[number]
+        placement, cached = self.control.place(request, now_s)
+        instance = self._by_name[placement.prefill]
+        served.prefill = served.decode = instance.name
+        if placement.is_separated:
+            request = replace(request, params=FIRST_TOKEN, scripted_output=None)
+            self._decode_at[number] = self._by_name[placement.decode]
+        if placement.fetch_from:
+            source = self._by_name[placement.fetch_from]
+            num_tokens = cached[self.instances.index(source)].num_tokens
+            served.outcome = RequestOutcome.SENDING
+            self._transfer(PromptTransfer(request, num_tokens, source, instance, now_s), now_s)
+        else:
+            self._submit(instance, request, now_s)
+
+    def _num_expected(self, instance: Instance) -> int:
+        """Requests that will go on at an instance, and are not there yet."""
+        later = sum(target is instance for target in self._decode_at.values())
+        return later + self._links.num_expected(instance)
 
     def _submit(self, instance: Instance, request: Request, now_s: float) -> None:
         try:
@@ -179,8 +223,10 @@ class Cluster:
         if event.reason == FinishReason.ERROR.value:
             reason = instance.error_of(event.request_id)
             self._end(served, RequestOutcome.REJECTED, event.finished_s, reason)
-        elif instance.role == "prefill" and served.num_output_tokens < self._wanted(served):
-            self._send(instance, served, event.finished_s)
+        elif (target := self._decode_at.pop(served.number, None)) is not None and (
+            served.num_output_tokens < self._wanted(served)
+        ):
+            self._send(instance, target, served, event.finished_s)
         else:
             served.finished_s = event.finished_s
             self._end(served, RequestOutcome.FINISHED, event.finished_s)
@@ -195,13 +241,17 @@ class Cluster:
                 f"request {served.number} ended twice: {served.outcome.value}, then {outcome}"
             )
         served.outcome, served.reason = outcome, reason
+        self._decode_at.pop(served.number, None)
+        if outcome is RequestOutcome.FINISHED:
+            latencies_s = {"ttft": served.ttft_s, "tpot": served.tpot_s, "e2e": served.e2e_s}
+            self.control.finished(str(served.number), (served.prefill, served.decode), latencies_s)
         after = self._workload.follows.get(served.number)
         if after is not None:
             self._at(now_s + self._workload.times_s[after], self._arrive, after)
 
     # -- from prefill to decode
 
-    def _send(self, source: Instance, served: ServedRequest, now_s: float) -> None:
+    def _send(self, source: Instance, target: Instance, served: ServedRequest, now_s: float) -> None:
         name = str(served.number)
         [token] = [output.new_token_ids[-1] for output in source.outputs if output.request_id == name]
         assert served.arrival_s is not None
@@ -209,10 +259,12 @@ class Cluster:
         tokens = Tokens(prompt.tokens)
         tokens.append(token)
         request = replace(prompt, tokens=tokens)
-        target = self._place(self._decode_router, self._decoders, request)
         served.decode, served.outcome = target.name, RequestOutcome.SENDING
-        self._links.send(PromptTransfer(request, len(prompt.tokens), source, target, now_s))
-        self._start_transfers(target, now_s)
+        self._transfer(PromptTransfer(request, len(prompt.tokens), source, target, now_s), now_s)
+
+    def _transfer(self, transfer: PromptTransfer, now_s: float) -> None:
+        self._links.send(transfer)
+        self._start_transfers(transfer.target, now_s)
 
     def _start_transfers(self, target: Instance, now_s: float) -> None:
         for transfer in self._links.start(target, now_s):
@@ -221,7 +273,9 @@ class Cluster:
     def _receive(self, now_s: float, transfer: PromptTransfer) -> None:
         self._links.arrive(transfer)
         served = self.served[int(transfer.request.request_id)]
-        served.ready_s, served.outcome = now_s, RequestOutcome.WAITING
+        served.outcome = RequestOutcome.WAITING
+        if served.first_token_s is not None:
+            served.ready_s = now_s
         self._submit(transfer.target, transfer.request, now_s)
         self._start_transfers(transfer.target, now_s)
 
@@ -232,7 +286,11 @@ class Cluster:
         for instance in self.instances:
             for name, count in instance.step_log.preemptions.items():
                 self.served[int(name)].num_preemptions += count
-        live = [served for served in self.served if served.outcome is RequestOutcome.WAITING]
+        live = [
+            served
+            for served in self.served
+            if served.outcome is RequestOutcome.WAITING and str(served.number) not in self._delayed
+        ]
         for served in live:
             instance = self._by_name[served.decode]
             event = instance.scheduled.get(str(served.number))
@@ -250,12 +308,12 @@ class Cluster:
 
 def _check_roles(instances: Sequence[Instance], by_name: dict[str, Instance]) -> None:
     roles = {instance.role for instance in instances}
-    if roles not in ({"both"}, {"prefill", "decode"}) or len(by_name) != len(instances):
+    if roles not in ({"both"}, {"hybrid"}, {"prefill", "decode"}) or len(by_name) != len(instances):
         raise ConfigError(
             "a cluster has instances of different names that all do both phases, or at least one for prefill "
             f"and one for decode; got {[(instance.name, instance.role) for instance in instances]}"
         )
-    if "decode" in roles and not all(instance.engine.kv.prefix_caching for instance in instances):
+    if "both" not in roles and not all(instance.engine.kv.prefix_caching for instance in instances):
         raise ConfigError(
             "separating prefill and decode needs kv.prefix_caching: KV arrives as a cached prefix"
         )

@@ -106,7 +106,10 @@ class ExperimentSetting(_Part):
     tensor_parallel: int = Field(default=1, ge=1)
     instances: int = Field(default=1, ge=1)
     disaggregate: str | None = None
-    router: str = "prefix-aware"
+    router: str | dict[str, Any] = "prefix_aware"
+    report_s: float = Field(default=0.0, ge=0)
+    event_delay_s: float = Field(default=0.0, ge=0)
+    hybrid: bool = False
     baseline: str
     presets: tuple[str, ...] = Field(min_length=1)
     variants: dict[str, PresetVariant] = Field(default_factory=dict)
@@ -282,7 +285,14 @@ def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> Si
     machine = hardware(
         setting.device, setting.model, tensor_parallel=setting.tensor_parallel, cost_file=cost_file
     )
-    layout = ClusterLayout(setting.instances, pools, setting.router)
+    layout = ClusterLayout(
+        setting.instances,
+        pools,
+        setting.router,
+        hybrid=setting.hybrid,
+        report_s=setting.report_s,
+        event_delay_s=setting.event_delay_s,
+    )
     return SimulationSetup(machine, layout, ServiceGoals(setting.slo_pairs), setting.config, setting.variants)
 
 

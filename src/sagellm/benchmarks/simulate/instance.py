@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import sub
 from typing import Literal
 
@@ -15,7 +15,7 @@ from sagellm.core.config import Config
 from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, RequestScheduled, StepDone
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.engine import InferenceBackend
-from sagellm.core.protocols.router import InstanceLoad
+from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
@@ -23,7 +23,13 @@ from sagellm.kvmgr.manager import KVCacheManager
 
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""
-Role = Literal["both", "prefill", "decode"]
+Role = Literal["both", "prefill", "decode", "hybrid"]
+KINDS: Mapping[Role, InstanceType] = {
+    "both": InstanceType.GENERAL,
+    "prefill": InstanceType.PREFILLING,
+    "decode": InstanceType.DECODING,
+    "hybrid": InstanceType.HYBRID,
+}
 BackendFactory = Callable[[ManualClock, Config], InferenceBackend]
 """Makes the backend of an instance, which advances that clock by the duration of each step."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
@@ -37,7 +43,7 @@ class StepLog:
     `ends_s[i]` is the end of step i; `durations_s`, `prefill_tokens`, `decode_tokens`, `running` and
     `waiting` are of the same step. `kv_steps`, `kv_active`, `kv_cached`: blocks after every `KV_EVERY` steps
     or more. `preemptions` counts by request. `num_recomputed`: prefill tokens that a preempted request had
-    computed before.
+    computed before. `decode_step_s`: of the last step without prefill; 0.0 before the first.
     """
 
     def __init__(self) -> None:
@@ -52,6 +58,7 @@ class StepLog:
         self.kv_cached = array("q")
         self.preemptions: dict[str, int] = {}
         self.num_recomputed = 0
+        self.decode_step_s = 0.0
         self._lost: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -73,6 +80,8 @@ class StepLog:
         self.decode_tokens.append(step.num_decode_tokens)
         self.running.append(step.num_running)
         self.waiting.append(step.num_waiting)
+        if not step.num_prefill_tokens:
+            self.decode_step_s = step.duration_s
 
     def add_equal_steps(self, steps: EqualSteps, kv: KVCacheManager) -> None:
         """Adds steps that the engine skipped with fast forward."""
@@ -88,6 +97,8 @@ class StepLog:
         ):
             column.extend(array("q", (value,)) * steps.num_steps)
         self.running[-1] -= steps.num_ended
+        if not steps.prefills:
+            self.decode_step_s = self.durations_s[-1]
         self.observe(steps.prefills)
 
     def _sample(self, step: int, kv: KVCacheManager) -> None:
@@ -169,6 +180,44 @@ class TokenTimes:
         return np.concatenate(parts) if parts else np.empty(0)
 
 
+class _QueuedTokens:
+    """Prompt tokens that wait or are being computed: what submitted requests lack in the cache, minus what
+    steps have computed. A hit that is longer or shorter when the request is scheduled corrects it."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._uncached: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+
+    def submit(self, request_id: str, num_tokens: int, num_cached: int) -> None:
+        self._lengths[request_id] = num_tokens
+        self._set(request_id, num_tokens - num_cached)
+
+    def schedule(self, event: RequestScheduled) -> None:
+        if event.request_id in self._lengths:
+            self._set(event.request_id, self._lengths[event.request_id] - event.num_cached_tokens)
+
+    def _set(self, request_id: str, uncached: int) -> None:
+        self.total += uncached - self._uncached.get(request_id, 0)
+        self._uncached[request_id] = uncached
+
+    def preempt(self, event: RequestPreempted) -> None:
+        """All that it had computed is to be computed again, or found in the cache when it is scheduled."""
+        if event.request_id in self._lengths:
+            self._lengths[event.request_id] = max(self._lengths[event.request_id], event.num_computed_tokens)
+            self.total += event.num_computed_tokens
+            self._uncached[event.request_id] = self._lengths[event.request_id]
+
+    def compute(self, num_tokens: int) -> None:
+        self.total = max(0, self.total - num_tokens)
+
+    def end(self, event: RequestFinished) -> None:
+        uncached = self._uncached.pop(event.request_id, 0)
+        self._lengths.pop(event.request_id, None)
+        if event.scheduled_s is None:
+            self.total = max(0, self.total - uncached)
+
+
 class Instance:
     """An engine, its role and its log. `ended` holds finish events until they are taken."""
 
@@ -176,7 +225,8 @@ class Instance:
         self.name = name
         self.role = role
         self.clock = ManualClock()
-        events = EventBus()
+        self.events = events = EventBus()
+        self._queued = _QueuedTokens()
         self.engine = build_engine(config, backend(self.clock, config), clock=self.clock, events=events)
         self.step_log = StepLog()
         self.token_times = TokenTimes()
@@ -188,13 +238,17 @@ class Instance:
         self._pause_s = FIRST_PAUSE_S
         events.subscribe(RequestScheduled, self._on_scheduled)
         events.subscribe(RequestPreempted, self.step_log.add_preemption)
+        events.subscribe(RequestPreempted, self._queued.preempt)
         events.subscribe(RequestFinished, self.ended.append)
+        events.subscribe(RequestFinished, self._queued.end)
         events.subscribe(StepDone, self._on_step)
 
     def _on_scheduled(self, event: RequestScheduled) -> None:
         self.scheduled[event.request_id] = event
+        self._queued.schedule(event)
 
     def _on_step(self, event: StepDone) -> None:
+        self._queued.compute(event.num_prefill_tokens)
         self.step_log.add(event, self.clock.now(), self.engine.kv)
 
     @property
@@ -206,8 +260,10 @@ class Instance:
         """Adds a request to the engine. Raises as the engine does for a request that cannot be served."""
         if not self.engine.has_work():
             self.clock.advance_to(now_s)
+            self._queued.total = 0
         self.wake()
         self.engine.add(request)
+        self._queued.submit(request.request_id, len(request.tokens), self.num_cached(request))
 
     def wake(self) -> None:
         """Ends a pause after an outside change, which may let a request continue."""
@@ -224,6 +280,7 @@ class Instance:
                 steps = engine.fast_forward(until_s)
             if steps is not None:
                 self.step_log.add_equal_steps(steps, engine.kv)
+                self._queued.compute(steps.num_steps * steps.num_prefill_tokens)
             else:
                 self._step(next_event_s)
             if ended or now() >= until_s or self.stalled or not engine.has_work():
@@ -264,9 +321,29 @@ class Instance:
         errors = [output.error for output in self.outputs if output.request_id == request_id and output.error]
         return errors[-1] if errors else "the engine gave no reason"
 
-    def load(self, request: Request) -> InstanceLoad:
-        """The load for a router, and how many blocks of the request are cached."""
-        stats, kv = self.engine.stats(), self.engine.kv
-        cached = kv.index.lookup(request.tokens, kv.namespace_of(request.namespace)).num_blocks
-        free = stats.blocks_free + stats.blocks_cached
-        return InstanceLoad(self.name, stats.num_waiting, stats.num_running, free, cached)
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a prompt that are cached on the device now."""
+        kv = self.engine.kv
+        return kv.index.lookup(request.tokens, kv.namespace_of(request.namespace)).num_tokens
+
+    def report(self, reported_s: float, num_expected: int = 0) -> ExecutionInstance:
+        """What a router learns. `num_expected`: requests whose KV is on its way here."""
+        engine, kv = self.engine, self.engine.kv
+        stats, capability = engine.stats(), engine.backend.capability()
+        blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+        return ExecutionInstance(
+            self.name,
+            KINDS[self.role],
+            num_waiting=stats.num_waiting + num_expected,
+            num_running=stats.num_running,
+            num_queued_tokens=self._queued.total,
+            num_free_blocks=stats.blocks_free + stats.blocks_cached,
+            num_blocks=blocks,
+            block_size=kv.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_usage=stats.blocks_active / blocks,
+            eviction_count=sum(kv.allocator.num_evicted.values()),
+            prefill_token_s=capability.prefill_token_s,
+            step_s=self.step_log.decode_step_s,
+            reported_s=reported_s,
+        )

@@ -143,7 +143,7 @@ def _work(
     again = sum(log.num_recomputed for log in step_logs)
     started = [request for request in served if request.scheduled_s is not None]
     asked = sum(workload.requests[request.number].num_input_tokens for request in started)
-    computing_s = sum(sum(log.durations_s) for log in step_logs)
+    computing_s = [sum(log.durations_s) for log in step_logs]
     return {
         "hit_ratio": _per(sum(request.num_cached for request in started), asked),
         "preemptions": sum(sum(log.preemptions.values()) for log in step_logs),
@@ -151,7 +151,9 @@ def _work(
         "recomputed_tokens": again,
         "reprefill_ratio": _per(again, prefilled),
         "steps": sum(map(len, step_logs)),
-        "utilisation": _per(computing_s, len(instances) * span_s),
+        "utilisation": _per(sum(computing_s), len(instances) * span_s),
+        "utilisation_min": _per(min(computing_s), span_s),
+        "utilisation_max": _per(max(computing_s), span_s),
         "batch_efficiency": _efficiency(instances, loaded=False),
         "batch_efficiency_loaded": _efficiency(instances, loaded=True),
         **_tier_figures(instances),

@@ -1,4 +1,4 @@
-"""Transfers KV from prefill to decode instances: the time it takes, and its arrival.
+"""Transfers KV between instances: the time it takes, and its arrival.
 
 Blocks arrive as those of real transfers do: `begin_receive`, then `publish` (`KVArrivals`).
 """
@@ -6,12 +6,13 @@ Blocks arrive as those of real transfers do: `begin_receive`, then `publish` (`K
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 
 from sagellm.benchmarks.simulate.instance import Instance
+from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.router import RequestMetadata
 from sagellm.core.types import Request
 from sagellm.kvmgr.manager import KVCacheManager
 
@@ -21,7 +22,7 @@ SPARE_BLOCKS = 4
 
 @dataclass(slots=True)
 class PromptTransfer:
-    """KV of a prompt on its way. The decode instance will serve `request`."""
+    """KV of a prompt on its way. The target will serve `request`."""
 
     request: Request
     num_prompt_tokens: int
@@ -34,14 +35,15 @@ class PromptTransfer:
 
 @dataclass(slots=True)
 class Links:
-    """One link per instance and direction, each with one transfer at a time. Transfers to a decode
-    instance start in order. The first waits until the target has room for it, so that its KV is not
+    """One link per instance and direction, each with one transfer at a time. Transfers to an instance start
+    in order (its `decode_queue`). The first waits until the target has room for it, so that its KV is not
     evicted unused. `latency_s`: before the first byte of a transfer."""
 
     bytes_per_s: float = 50e9
     latency_s: float = 1e-3
     _free_s: dict[str, float] = field(default_factory=dict)
-    _queues: dict[str, deque[PromptTransfer]] = field(default_factory=dict)
+    _queues: dict[str, PhaseQueue] = field(default_factory=dict)
+    _transfers: dict[str, PromptTransfer] = field(default_factory=dict)
     _promised: dict[str, list[PromptTransfer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,23 +55,45 @@ class Links:
 
     def send(self, transfer: PromptTransfer) -> None:
         """Puts the transfer into the queue of its target."""
-        self._queues.setdefault(transfer.target.name, deque()).append(transfer)
+        name, request = transfer.target.name, transfer.request
+        if name not in self._queues:
+            self._queues[name] = PhaseQueue(Phase.DECODE, lambda *_: 0.0, max_waiting=1 << 30)
+        self._transfers[request.request_id] = transfer
+        self._queues[name].push(RequestMetadata(request.request_id, request.tokens), transfer.ready_s)
 
     def start(self, target: Instance, now_s: float) -> list[PromptTransfer]:
         """Starts transfers for which the target has room; sets their `end_s`."""
-        queue, begun = self._queues.get(target.name, deque()), []
-        while queue and self._has_room(queue[0]):
-            transfer = queue.popleft()
+        queue = self._queues.get(target.name)
+        begun: list[PromptTransfer] = []
+
+        def begin(waiting: Waiting) -> bool:
+            transfer = self._transfers[waiting.request.request_id]
+            if not self._has_room(transfer):
+                return False
+            del self._transfers[waiting.request.request_id]
             self._promised.setdefault(target.name, []).append(transfer)
-            outgoing, incoming = f"{transfer.source.name} out", f"{target.name} in"
-            num_tokens = transfer.num_prompt_tokens - _cached_tokens(target.engine.kv, transfer)
-            num_bytes = num_tokens * target.engine.backend.get_kv_schema().bytes_per_token
-            ready_s = max(transfer.ready_s, now_s)  # the target's clock may be behind the source's
-            start_s = max(ready_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
-            transfer.end_s = start_s + (self.latency_s + num_bytes / self.bytes_per_s)
-            self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
+            self._set_end(transfer, now_s)
             begun.append(transfer)
+            return True
+
+        if queue is not None:
+            queue.drain(begin)
         return begun
+
+    def num_expected(self, target: Instance) -> int:
+        """Requests that wait for their KV, or whose KV is on its way."""
+        queue = self._queues.get(target.name)
+        return len(self._promised.get(target.name, ())) + (0 if queue is None else len(queue))
+
+    def _set_end(self, transfer: PromptTransfer, now_s: float) -> None:
+        target = transfer.target
+        outgoing, incoming = f"{transfer.source.name} out", f"{target.name} in"
+        num_tokens = max(0, transfer.num_prompt_tokens - _cached_tokens(target.engine.kv, transfer))
+        num_bytes = num_tokens * target.engine.backend.get_kv_schema().bytes_per_token
+        ready_s = max(transfer.ready_s, now_s)  # the target's clock may be behind the source's
+        start_s = max(ready_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
+        transfer.end_s = start_s + (self.latency_s + num_bytes / self.bytes_per_s)
+        self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
     def arrive(self, transfer: PromptTransfer) -> None:
         """Registers the KV at the target."""

@@ -134,7 +134,11 @@ def headlines(setup: SimulationSetup, results: Sequence[SimulationResult]) -> li
     pool = " or ".join(f"{count:,}" for count in blocks)
     machine = f"{hardware['model']} on {devices}, {len(layout.roles)} x {pool} KV blocks"
     warnings = [f"warning: {warning}" for warning in setup.machine.warnings]
-    return [*warnings, f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
+    return [
+        *warnings,
+        f"{machine}, {parts}, router {layout.control.router_name}",
+        *map(_headline, _workloads(results)),
+    ]
 
 
 def _headline(work: SimulatedWorkload) -> str:

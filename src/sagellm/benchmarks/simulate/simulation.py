@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
+from sagellm.benchmarks.simulate.control import ControlSetting
 from sagellm.benchmarks.simulate.hardware import Hardware
 from sagellm.benchmarks.simulate.instance import Instance, Role, StepLog
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
 from sagellm.benchmarks.simulate.network import Links
-from sagellm.benchmarks.simulate.routers import make_router
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
@@ -22,12 +22,17 @@ from sagellm.core.types import SLO
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """The number of instances, and the network between them. `disaggregate`: (prefill, decode) instances,
-    instead of `instances` that do both. `network_bytes_per_s`: None takes the device's."""
+    """The number of instances, their control plane, and the network between them. `disaggregate`: (prefill,
+    decode) instances, instead of `instances` that do both; `hybrid`: these may do either, as the router
+    separates requests. `network_bytes_per_s`: None takes the device's."""
 
     instances: int = 1
     disaggregate: tuple[int, int] | None = None
-    router: str = "prefix-aware"
+    router: str | Mapping[str, Any] = "prefix_aware"
+    admission: str | Mapping[str, Any] | None = None
+    hybrid: bool = False
+    report_s: float = 0.0
+    event_delay_s: float = 0.0
     network_bytes_per_s: float | None = None
     network_latency_s: float = 1e-3
 
@@ -39,8 +44,13 @@ class ClusterLayout:
                 "disaggregation needs at least one instance on each side, as in 1:1, got "
                 f"{self.disaggregate[0]}:{self.disaggregate[1]}"
             )
-        make_router(self.router)
-        self.links(1.0)
+        if self.hybrid and self.disaggregate is not None:
+            raise ConfigError("hybrid instances have no fixed part: leave out disaggregate, or hybrid")
+        _ = self.control, self.links(1.0)  # raises for a value out of range
+
+    @property
+    def control(self) -> ControlSetting:
+        return ControlSetting(self.router, self.admission, self.report_s, self.event_delay_s)
 
     def links(self, bytes_per_s: float) -> Links:
         """New links between the instances; `bytes_per_s` is the device's."""
@@ -51,7 +61,8 @@ class ClusterLayout:
     def roles(self) -> dict[str, Role]:
         """Every instance's role, by name."""
         if self.disaggregate is None:
-            return {f"instance-{number + 1}": "both" for number in range(self.instances)}
+            role: Role = "hybrid" if self.hybrid else "both"
+            return {f"instance-{number + 1}": role for number in range(self.instances)}
         prefill, decode = self.disaggregate
         made: dict[str, Role] = {f"prefill-{number + 1}": "prefill" for number in range(prefill)}
         return made | {f"decode-{number + 1}": "decode" for number in range(decode)}
@@ -107,10 +118,9 @@ class SimulationResult:
 
 
 def build_cluster(config: Config, machine: Hardware, layout: ClusterLayout) -> Cluster:
-    """Returns new instances with empty caches, and new routers."""
+    """Returns new instances with empty caches, and a new control plane."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
-    links = layout.links(machine.cost_model.device.network)
-    return Cluster(instances, make_router(layout.router), make_router(layout.router), links)
+    return Cluster(instances, layout.control, layout.links(machine.cost_model.device.network))
 
 
 def simulate(

@@ -57,6 +57,7 @@ from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
     ChunkPlace,
+    IncomingKV,
     KVPath,
     Message,
     ReceivedKV,
@@ -200,6 +201,10 @@ class TransferChannel:
     def received(self) -> Sequence[ReceivedKV]:
         with self._changed:
             return self._receiver.take_received()
+
+    def incoming(self) -> Sequence[IncomingKV]:
+        with self._changed:
+            return self._receiver.under_way()
 
     def cancel(self, ticket: Ticket) -> None:
         with self._changed:

@@ -102,6 +102,8 @@ class Incoming:
     landed: set[int] = field(default_factory=set)
     failure: tuple[TransferStatus, str] | None = None
     is_lost: bool = False
+    num_leading: int = 0
+    """Chunks that have landed, from the first on, as far as `num_layers` has looked."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -115,6 +117,15 @@ class Incoming:
     def is_complete(self) -> bool:
         """Whether it is whole, and waits for no rank that has not begun."""
         return self.is_whole and self.target.is_covered
+
+    def num_layers(self) -> int:
+        """Layers that have landed whole, from the first on; 0 for a transfer that is not by layer."""
+        plan = self.plan
+        while self.num_leading < len(plan) and self.num_leading in self.landed:
+            self.num_leading += 1
+        if self.num_leading == len(plan):
+            return plan[-1].num_layers if plan else 0
+        return max(0, plan[self.num_leading].num_layers - 1)
 
     def num_whole(self) -> int:
         """Leading blocks of which all bytes are there and verified."""

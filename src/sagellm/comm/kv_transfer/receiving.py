@@ -45,6 +45,7 @@ from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, KVArrivals
 from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
+    IncomingKV,
     Message,
     ReceivedKV,
     TransferStatus,
@@ -536,6 +537,20 @@ class Receiver:
 
     def _post(self, link: int, message: Accept | Alive | End) -> None:
         self._transport.post(link, Message(message.kind, message.pack()))
+
+    def under_way(self) -> list[IncomingKV]:
+        """The offers that wait, and what comes."""
+        waiting = [
+            IncomingKV(each.offer.request_id, each.sender.node, each.note, each.since_s)
+            for each in self._offers.values()
+        ]
+        return waiting + [
+            IncomingKV(
+                each.waiting.offer.request_id, each.waiting.sender.node, each.waiting.note, each.progress_s,
+                has_blocks=True, num_chunks=len(each.landed), num_layers=each.num_layers(),
+            )
+            for each in self._incoming.values()
+        ]  # fmt: skip
 
     def take_received(self) -> list[ReceivedKV]:
         taken, self._received = self._received, []

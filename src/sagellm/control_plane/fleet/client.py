@@ -1,4 +1,4 @@
-"""`RemoteInstance`: the `EngineClient` of an instance in another process, and `Instances`, which waits for all.
+"""`RemoteInstance`, the `EngineClient` of an instance in another process; `Instances` waits for all.
 
     silent --connect--> greeting --Welcome--> connected --+
       ^                                                    |  the connection ends, or the instance is silent
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -63,11 +64,15 @@ from sagellm.core.types import Request
 log = logging.getLogger("sagellm.fleet")
 HEARTBEAT_MS, SILENCE_MS = 500, 2000
 """ZeroMQ's own heartbeats, which a thread of its library answers also while an instance computes."""
+CONNECT_S = 1.0
+"""A connection is made within this time, or another try begins."""
 GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
-_ENDS = {
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
+_ENDS: dict[int, str] = {
+    zmq.EVENT_CLOSED: "nothing listens there",
+    zmq.EVENT_CONNECT_RETRIED: "nothing listens there",
     zmq.EVENT_DISCONNECTED: "its connection has ended",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: it has another key, or is no instance",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: it is no instance, or has no key",
@@ -124,7 +129,9 @@ class RemoteInstance:
     @property
     def next_tick_s(self) -> float:
         """When `tick` has something to do."""
-        return self._retry_s if self._socket is None else self._pinged_s + PING_S
+        if self._socket is None:
+            return self._retry_s
+        return self._pinged_s + PING_S
 
     def submit(
         self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
@@ -137,7 +144,9 @@ class RemoteInstance:
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
         call_id = next(self._call_ids)
         if self._facts is None:
-            self._events.append(Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}")))
+            self._events.append(
+                Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
+            )
         else:
             self._calls[call_id] = name
             self._post(Call(call_id, name, encode(tuple(arguments))))
@@ -165,8 +174,8 @@ class RemoteInstance:
             self._pinged_s = now_s
             if self._facts is not None:
                 self._send(AlivePing())
-            elif now_s > self._since_s + GREETING_S:
-                self._end(f"it has not answered for {GREETING_S:g} s" if self._has_handshake else self.fault)
+            elif now_s > self._since_s + (GREETING_S if self._has_handshake else CONNECT_S):
+                self._end("it has not answered" if self._has_handshake else "no connection in time")
 
     def close(self) -> None:
         self._drop_socket()
@@ -192,7 +201,6 @@ class RemoteInstance:
                 f"{self._id}: {self.endpoint!r} is no endpoint ({error.strerror}): 'tcp://host:port' or "
                 "'ipc://path'"
             ) from error
-        self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
 
     def _post(self, message: FromFront) -> None:
         if self._facts is not None:
@@ -200,7 +208,8 @@ class RemoteInstance:
 
     def _send(self, message: FromFront) -> None:
         assert self._socket is not None
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # the connection has just ended, as the monitor will say
+            self._socket.send(encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
         while self._socket is not None:
@@ -261,6 +270,7 @@ class RemoteInstance:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_handshake = True
+                self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
             elif event in _ENDS:
                 unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
                 self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])
@@ -290,9 +300,11 @@ class RemoteInstance:
 
 
 class Instances:
-    """The instances that a front knows, by id. `wait` and the instances are for one thread, `wake` for any."""
+    """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
 
-    def __init__(self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True) -> None:
+    def __init__(
+        self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True
+    ) -> None:
         self._key, self._clock, self._lease_s, self._takes_over = key, clock, lease_s, takes_over
         self._context = zmq.Context()
         self._bell = Doorbell()

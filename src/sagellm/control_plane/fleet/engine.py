@@ -12,10 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
+from sagellm.control_plane.admission import AdmissionController, Delay, Reject
+from sagellm.control_plane.fleet.questions import Member, Questions
 from sagellm.control_plane.fleet.served import Served, ServedRequests
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
+from sagellm.control_plane.kv_events import Gap
+from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
-from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError, RequestError, SageError
+from sagellm.core.errors import (
+    BookkeepingError,
+    CapacityError,
+    ConfigError,
+    EngineFailedError,
+    RequestError,
+)
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
 from sagellm.core.protocols.eviction import EvictionPolicy
@@ -39,6 +50,7 @@ from sagellm.core.protocols.router import (
     CachedPrefix,
     ExecutionInstance,
     Placement,
+    RequestMetadata,
     Router,
 )
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -57,8 +69,8 @@ TICK_S = 0.1
 """A step waits at most so long."""
 STATS_S = 1.0
 """Each instance is asked for its statistics so often."""
-ANSWER_S = 5.0
-"""A call of an instance waits so long: its step may take long."""
+MAX_WAITING = 1 << 20
+"""The admission bounds what is taken; requests of lost instances always find a place."""
 
 
 class Clients(Protocol):
@@ -69,16 +81,6 @@ class Clients(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class PrefixKnowledge(Protocol):
-    """What the instances have cached (`router/prefix_index.py`)."""
-
-    def apply(self, instance_id: str, changes: KVChanges) -> None: ...
-
-    def forget(self, instance_id: str) -> None: ...
-
-    def lookup(self, tokens: Tokens, namespace: Namespace, instances: Sequence[str]) -> Sequence[CachedPrefix]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,50 +95,45 @@ class FleetPolicy:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Member:
-    """An instance as this front knows it. `draining`: it gets no new requests."""
-
-    client: EngineClient
-    facts: InstanceFacts | None = None
-    load: ExecutionInstance | None = None
-    stats: EngineStats | None = None
-    draining: bool = False
-    fault: str = ""
-    num_lost: int = 0
-    last_report: HandOverReport | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.facts is not None and not self.fault
+def overloaded(message: str) -> RequestError:
+    """As HTTP has it: 429."""
+    error = RequestError(message, code="rate_limit_exceeded")
+    error.status = 429
+    return error
 
 
 class FleetEngine:
     """Implements `EngineCore` over instances.
 
     `check` raises `RequestError` for a request that no instance can compute; it is given the capability and
-    the longest context. No request is lost: where an instance goes, its requests begin again elsewhere behind
-    the tokens that were handed out, or end with an error that says why.
+    the longest context. `namespace_of`: under which namespace instances keep a request's blocks.
+
+    No request is lost: where an instance goes, its requests go on elsewhere behind the tokens that were
+    handed out, or end with an error that says why.
     """
 
     def __init__(
         self,
         clients: Clients,
         router: Router,
-        prefixes: PrefixKnowledge,
+        prefixes: PrefixIndex,
         check: Callable[[Request, CapabilityDescriptor, int], None],
         *,
         clock: Clock,
+        admission: AdmissionController | None = None,
         policy: FleetPolicy = FleetPolicy(),
+        namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
     ) -> None:
         self._clients, self._router, self._prefixes = clients, router, prefixes
         self._check, self._clock, self.policy = check, clock, policy
+        self._namespace_of = namespace_of
+        self._admission = admission or AdmissionController(clock=clock)
+        self.prefill_queue = PhaseQueue(Phase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
+        self.decode_queue = PhaseQueue(Phase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
         self._outputs: list[RequestOutput] = []
-        self._answers: dict[tuple[str, int], Answer] = {}
-        self._asked: set[tuple[str, int]] = set()
-        self._stats_calls: dict[tuple[str, int], Member] = {}
+        self._questions = Questions(self._turn, clock)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._next_tick_s = clock.now()
         self._next_stats_s = clock.now()
@@ -161,7 +158,12 @@ class FleetEngine:
         if request.params.seed is None and not request.params.greedy:  # each attempt has another id
             seed = request_seed(self.policy.seed, request.request_id)
             request = replace(request, params=replace(request.params, seed=seed))
-        self.requests.add(Served(request, queued_since_s=self._clock.now()))
+        served = Served(request, queued_since_s=self._clock.now())
+        if len(self.prefill_queue) >= self._admission.max_waiting:
+            waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
+            raise overloaded(waiting)
+        self.requests.add(served)
+        self._wait(served)
         self._place_waiting()
 
     def abort(self, request_id: str) -> bool:
@@ -270,8 +272,8 @@ class FleetEngine:
             self._end_impatient(now_s)
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + STATS_S
-            self._ask_for_stats()
-        if self.requests.queue:
+            self._questions.ask_for_stats(self._ready())
+        if self.requests.waiting:
             self._place_waiting()
 
     def _take(self, member: Member, instance_id: str, event: InstanceEvent) -> None:
@@ -279,9 +281,12 @@ class FleetEngine:
             case RequestOutput():
                 self._on_output(instance_id, event)
             case ExecutionInstance():
-                member.load = event
-            case KVChanges():
-                self._prefixes.apply(instance_id, event)
+                member.load = self._as_seen_here(event)
+            case KVChanges(changes, is_complete):
+                for change in changes:
+                    self._prefixes.apply(instance_id, change)
+                if not is_complete:
+                    self._prefixes.apply(instance_id, Gap(0, 0))
             case HandOverReport():
                 self._on_report(member, event)
             case Refused(attempt_id, error):
@@ -292,7 +297,21 @@ class FleetEngine:
             case Lost(reason):
                 self._lost(member, instance_id, reason)
             case Answer():
-                self._on_answer(instance_id, event)
+                self._questions.take(instance_id, event)
+
+    def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
+        """With this clock's time, and with the requests whose prompt another instance still computes."""
+        instance_id = load.instance_id
+        coming = sum(
+            served.placement is not None and served.placement.prefill != instance_id
+            for served in self.requests.on(instance_id)
+        )
+        return replace(
+            load,
+            num_waiting=load.num_waiting + coming,
+            is_fresh=self._prefixes.is_fresh(instance_id),
+            reported_s=self._clock.now(),
+        )
 
     def _on_output(self, instance_id: str, output: RequestOutput) -> None:
         served = self.requests.of_attempt(output.request_id)
@@ -302,7 +321,9 @@ class FleetEngine:
         served.generated += output.new_token_ids
         if served.first_token_s is None and output.new_token_ids:
             served.first_token_s = now_s
-            self._router.observe(instance_id, {"ttft": now_s - served.queued_since_s})
+            ttft_s = now_s - served.request.arrival_s
+            self._router.observe(instance_id, {"ttft": ttft_s})
+            self._admission.strategy.observe(ttft_s, served.request.slo.ttft_s)
         moves = output.finish_reason is FinishReason.MOVED
         reason = None if moves else output.finish_reason
         self._outputs.append(output._replace(request_id=served.request_id, finish_reason=reason))
@@ -310,7 +331,7 @@ class FleetEngine:
             self._hand_over(served)
         elif reason is not None:
             self._observe_end(instance_id, served, now_s)
-            self.requests.end(served.request_id)
+            self._forget_request(served)
 
     def _observe_end(self, instance_id: str, served: Served, now_s: float) -> None:
         seen = {"e2e": now_s - served.request.arrival_s}
@@ -339,6 +360,8 @@ class FleetEngine:
         if member.fault:
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
+        self._prefixes.leave(facts.instance_id)
+        self._prefixes.join(facts.instance_id)
         for other in self._ready():
             if other is not member and other.facts is not None:
                 other.client.add_peer(facts)
@@ -364,11 +387,9 @@ class FleetEngine:
     def _lost(self, member: Member, instance_id: str, reason: str) -> None:
         member.facts, member.load, member.stats = None, None, None
         member.num_lost += 1
-        self._prefixes.forget(instance_id)
+        self._prefixes.leave(instance_id)
         for other in self._ready():
             other.client.lose_peer(instance_id)
-        for call in [call for call in self._stats_calls if call[0] == instance_id]:
-            del self._stats_calls[call]
         for served in self.requests.on(instance_id):
             self._retry(served, f"{instance_id} was lost ({reason})")
 
@@ -378,11 +399,19 @@ class FleetEngine:
             return
         self._abort_attempt(served)
         self.num_retries += 1
+        self._admission.finished(served.request_id)
         self.requests.retry(served, self._clock.now(), reason)
+        self._wait(served)
 
     def _end(self, served: Served) -> None:
         self._abort_attempt(served)
+        self._forget_request(served)
+
+    def _forget_request(self, served: Served) -> None:
         self.requests.end(served.request_id)
+        self._admission.finished(served.request_id)
+        for each in (self.prefill_queue, self.decode_queue):
+            each.remove(served.request_id)
 
     def _fail(self, served: Served, reason: str) -> None:
         self._end(served)
@@ -402,7 +431,7 @@ class FleetEngine:
     def _end_impatient(self, now_s: float) -> None:
         """Fail what has waited too long for an instance."""
         late = now_s - self.policy.patience_s
-        for served in [each for each in self.requests.queue.values() if each.queued_since_s < late]:
+        for served in [each for each in self.requests.waiting.values() if each.queued_since_s < late]:
             why = f" ({served.reason})" if served.reason else ""
             self._fail(
                 served, f"no instance took the request within {self.policy.patience_s:g} s{why}: try again"
@@ -413,26 +442,50 @@ class FleetEngine:
     def _ready(self) -> list[Member]:
         return [member for member in self.members.values() if member.is_ready]
 
+    def _wait(self, served: Served) -> None:
+        """Queue a request. Whoever reads an answer already does not wait behind prompts."""
+        now_s = self._clock.now()
+        queue = self.decode_queue if served.generated else self.prefill_queue
+        queue.push(served.metadata(now_s), served.request.arrival_s)
+
+    def _order(self, request: RequestMetadata, arrived_s: float) -> float:
+        rates = [member.load.prefill_token_s for member in self._ready() if member.load is not None]
+        compute_s = len(request.tokens) * min(rates, default=0.0)
+        return self._admission.strategy.order(request, arrived_s, compute_s)
+
     def _place_waiting(self) -> None:
-        """Place what waits, as long as there is an instance for it."""
-        loads = [
-            member.load
-            for member in self._ready()
-            if member.load is not None and not member.draining
-        ]
-        if not loads:
-            return
-        names = [load.instance_id for load in loads]
-        for served in list(self.requests.queue.values()):
-            request = served.request
-            expected = request.params.max_tokens or 0
-            metadata = served.metadata(self._clock.now(), expected)
-            cached = self._prefixes.lookup(request.tokens, request.namespace, names)
-            try:
-                placement = self._router.place(metadata, loads, cached)
-            except CapacityError:
-                return
-            self._begin(served, placement)
+        """Place what waits, as far as instances have room."""
+        loads = [member.load for member in self._ready() if member.load is not None and not member.draining]
+        if loads:
+            names = [load.instance_id for load in loads]
+            self.decode_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
+            self.prefill_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
+
+    def _try_to_place(
+        self, waiting: Waiting, loads: Sequence[ExecutionInstance], names: Sequence[str]
+    ) -> bool:
+        """Whether the request need not wait any longer."""
+        served = self.requests.waiting[waiting.request.request_id]
+        request, metadata = served.request, served.metadata(self._clock.now())
+        cached: Sequence[CachedPrefix] = [NOT_CACHED] * len(names)
+        if self._router.reads_cache:
+            cached = self._prefixes.lookup(request.tokens, self._namespace_of(request.namespace), names)
+        most = max(prefix.num_device_tokens for prefix in cached)
+        match self._admission.decide(metadata, loads, 0, most):
+            case Reject(reason):
+                self._fail(served, reason)
+                return True
+            case Delay(reason):
+                served.reason = reason
+                return False
+        try:
+            placement = self._router.place(metadata, loads, cached)
+        except CapacityError as error:
+            served.reason = str(error)
+            self._admission.finished(served.request_id)
+            return False
+        self._begin(served, placement)
+        return True
 
     def _begin(self, served: Served, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
@@ -460,8 +513,10 @@ class FleetEngine:
     def stats(self) -> EngineStats:
         """Of all instances, as they last reported; what waits here is counted as waiting."""
         known = [member.stats for member in self._ready() if member.stats is not None]
-        num_queued = len(self.requests.queue)
-        return summed_stats(known, len(self.requests) - num_queued, num_queued, self._num_steps, self._faults())
+        num_queued = len(self.requests.waiting)
+        return summed_stats(
+            known, len(self.requests) - num_queued, num_queued, self._num_steps, self._faults()
+        )
 
     def tier_faults(self) -> Sequence[str]:
         return self._faults()
@@ -474,11 +529,11 @@ class FleetEngine:
         )
 
     def diagnostics(self) -> EngineDiagnostics:
-        return summed_diagnostics(self._ask_each("diagnostics"))
+        return summed_diagnostics(self._questions.ask_each(self._ready(), "diagnostics"))
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         member = self._with_most_cached(tokens, namespace)
-        pinned = self._ask(member, "pin", (tokens, namespace))
+        pinned = self._questions.ask(member, "pin", (tokens, namespace))
 
         def release() -> None:
             if member.is_ready:  # else it is gone, and the pin with it
@@ -487,16 +542,16 @@ class FleetEngine:
         return PinnedPrefix(pinned.num_tokens, pinned.num_blocks, release)
 
     def clear_cache(self, *, tiers: bool = False) -> int:
-        return sum(self._ask_each("clear_cache", (tiers,)))
+        return sum(self._questions.ask_each(self._ready(), "clear_cache", (tiers,)))
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
-        return summed_outcomes(self._ask_each("hint", (envelope, namespace)))
+        return summed_outcomes(self._questions.ask_each(self._ready(), "hint", (envelope, namespace)))
 
     def explain(
         self, tokens: Tokens, namespace: Namespace, session_id: str | None = None
     ) -> PromptExplanation:
         member = self._with_most_cached(tokens, namespace)
-        explained: PromptExplanation = self._ask(member, "explain", (tokens, namespace, session_id))
+        explained: PromptExplanation = self._questions.ask(member, "explain", (tokens, namespace, session_id))
         return explained
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
@@ -507,11 +562,11 @@ class FleetEngine:
 
     def replace_policy(self, name: str, options: dict[str, Any]) -> None:
         """Have every instance evict by this policy from now on."""
-        self._ask_each("set_policy", (name, options))
+        self._questions.ask_each(self._ready(), "set_policy", (name, options))
 
     def replace_strategy(self, name: str, options: dict[str, dict[str, Any]]) -> None:
         """Have every instance schedule by this strategy from now on."""
-        self._ask_each("set_strategy", (name, options))
+        self._questions.ask_each(self._ready(), "set_strategy", (name, options))
 
     def _refuse_objects(self, instead: str) -> NoReturn:
         raise RequestError(f"instances of a fleet are processes: give the name to {instead}")
@@ -521,58 +576,14 @@ class FleetEngine:
         if not ready:
             raise CapacityError("no instance of this fleet is connected")
         names = [member.facts.instance_id for member in ready if member.facts is not None]
-        cached = self._prefixes.lookup(tokens, namespace, names)
-        most = max(range(len(ready)), key=lambda number: (cached[number] or NOT_CACHED).num_tokens)
+        cached = self._prefixes.lookup(tokens, self._namespace_of(namespace), names)
+        most = max(range(len(ready)), key=lambda number: cached[number].num_tokens)
         return ready[most]
-
-    def _ask_each(self, name: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """The answers of all instances. The first error is raised when all have answered."""
-        members = self._ready()
-        calls = [(member, self._call(member, name, arguments)) for member in members]
-        answers = [self._answer(*call) for call in calls]
-        for answer in answers:
-            if answer.error is not None:
-                raise answer.error
-        return [answer.result for answer in answers]
-
-    def _ask(self, member: Member, name: str, arguments: Sequence[Any]) -> Any:
-        answer = self._answer(member, self._call(member, name, arguments))
-        if answer.error is not None:
-            raise answer.error
-        return answer.result
-
-    def _call(self, member: Member, name: str, arguments: Sequence[Any]) -> tuple[str, int]:
-        call = member.client.instance_id, member.client.call(name, arguments)
-        self._asked.add(call)
-        return call
-
-    def _answer(self, member: Member, call: tuple[str, int]) -> Answer:
-        """Wait for an answer; outputs that come meanwhile are kept for the next step."""
-        until_s = self._clock.now() + ANSWER_S
-        while call not in self._answers:
-            if self._clock.now() >= until_s or self.members.get(call[0]) is not member:
-                self._asked.discard(call)
-                return Answer(call[1], error=SageError(f"{call[0]} has not answered within {ANSWER_S:g} s"))
-            self._turn(TICK_S)
-        self._asked.discard(call)
-        return self._answers.pop(call)
-
-    def _on_answer(self, instance_id: str, answer: Answer) -> None:
-        call = instance_id, answer.call_id
-        member = self._stats_calls.pop(call, None)
-        if member is not None and answer.error is None:
-            member.stats = answer.result
-        elif call in self._asked:
-            self._answers[call] = answer
-
-    def _ask_for_stats(self) -> None:
-        """An instance that has not answered the last time is not asked again."""
-        asked = {instance_id for instance_id, _ in self._stats_calls}
-        for member in self._ready():
-            instance_id = member.client.instance_id
-            if instance_id not in asked:
-                self._stats_calls[instance_id, member.client.call("stats")] = member
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests and their places disagree."""
         self.requests.check()
+        for each in (self.prefill_queue, self.decode_queue):
+            each.check()
+        if len(self.prefill_queue) + len(self.decode_queue) != len(self.requests.waiting):
+            raise BookkeepingError("a request waits and is in no queue, or the other way round")

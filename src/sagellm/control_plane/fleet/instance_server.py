@@ -87,7 +87,7 @@ class HandOverSide(Protocol):
     def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None: ...
 
     def send_prefix(
-        self, request_id: str, tokens: Tokens, peer: str, namespace: Namespace = ..., attempt: int = ...
+        self, request_id: str, tokens: Tokens, peer: str, *, namespace: Namespace = ..., attempt: int = ...
     ) -> None: ...
 
     def fail(self, request_id: str, attempt: int, reason: str) -> None: ...
@@ -102,6 +102,8 @@ class HandOverSide(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class InstanceServer:
         clock: Clock | None = None,
     ) -> None:
         self.instance_id, self.engine, self.kind = instance_id, engine, kind
-        self._hand_overs, self._actions = hand_overs, dict(actions or {})
+        self.hand_overs, self._actions = hand_overs, dict(actions or {})
         self._clock = clock or MonotonicClock()
         self._sessions: dict[bytes, _Session] = {}
         self._owner: dict[str, _Session] = {}
@@ -154,7 +156,9 @@ class InstanceServer:
         self._changes: list[BlocksStored | BlocksRemoved | IndexCleared] = []
         self._num_dropped = 0
         self._unsubscribe = [
-            bus.subscribe(kind_, self._on_change) for kind_ in (BlocksStored, BlocksRemoved, IndexCleared)
+            bus.subscribe(BlocksStored, self._on_change),
+            bus.subscribe(BlocksRemoved, self._on_change),
+            bus.subscribe(IndexCleared, self._on_change),
         ]
         self._context = zmq.Context()
         self._bell = Doorbell()
@@ -176,6 +180,10 @@ class InstanceServer:
     def stop(self) -> None:
         """Have `run` return. For any thread."""
         self._stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End a `turn` that waits. For any thread."""
         self._bell.ring()
 
     def turn(self) -> None:
@@ -185,8 +193,8 @@ class InstanceServer:
         self._end_leases()
         outputs = self.engine.step() if self.engine.has_work() else ()
         reports: Sequence[HandOverReport] = ()
-        if self._hand_overs is not None:
-            progress = self._hand_overs.poll()
+        if self.hand_overs is not None:
+            progress = self.hand_overs.poll()
             outputs, reports = [*outputs, *progress.outputs], progress.reports
         self._send_changes()  # first: who has the tokens may ask for the prefix
         self._send_outputs(outputs)
@@ -216,7 +224,7 @@ class InstanceServer:
     def _wait_s(self) -> float:
         if self._stopping or self.engine.has_work():
             return 0.0
-        if self._hand_overs is not None and self._hand_overs.has_work:
+        if self.hand_overs is not None and self.hand_overs.has_work:
             return _LOOK_S
         idle_s = self.engine.idle_s()
         return REPORT_S if idle_s is None else min(idle_s, REPORT_S)
@@ -272,11 +280,11 @@ class InstanceServer:
             case Call():
                 self._post(session.identity, self._answer(session, message))
             case AddPeer(facts):
-                if self._hand_overs is not None and facts.transfers:
-                    self._hand_overs.add_peer(facts.transfers)
+                if self.hand_overs is not None and facts.transfers:
+                    self.hand_overs.add_peer(facts.transfers)
             case LosePeer(instance_id):
-                if self._hand_overs is not None:
-                    self._hand_overs.peer_lost(instance_id)
+                if self.hand_overs is not None:
+                    self.hand_overs.peer_lost(instance_id)
             case Hello() | AlivePing():
                 pass
 
@@ -289,12 +297,12 @@ class InstanceServer:
                 raise RequestError(f"request id {request_id!r} is in use: send another", "request_id")
             if hand_over is None:
                 self.engine.add(request)
-            elif self._hand_overs is None:
+            elif self.hand_overs is None:
                 raise RequestError(f"{self.instance_id} exchanges no KV with other instances")
             elif hand_over.part is HandOverPart.PREFILL:
-                self._hand_overs.prefill(request, hand_over)
+                self.hand_overs.prefill(request, hand_over)
             else:
-                self._hand_overs.expect(request, hand_over, onward)
+                self.hand_overs.expect(request, hand_over, onward)
         except SageError as error:
             self._post(session.identity, Refusal(request_id, wire_error(error)))
             return
@@ -306,7 +314,7 @@ class InstanceServer:
         if self._owner.get(request_id) is not session:
             return
         self._forget(request_id)
-        abort = self.engine.abort if self._hand_overs is None else self._hand_overs.abort
+        abort = self.engine.abort if self.hand_overs is None else self.hand_overs.abort
         abort(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -342,8 +350,11 @@ class InstanceServer:
                 self.kind = given[0]
                 self._reported = (-1.0, None)
                 return None
-            case "send_prefix" | "fail" if self._hand_overs is not None:
-                return getattr(self._hand_overs, name)(*given)
+            case "send_prefix" if self.hand_overs is not None:
+                request_id, tokens, peer, namespace = given
+                return self.hand_overs.send_prefix(request_id, tokens, peer, namespace=namespace)
+            case "fail" if self.hand_overs is not None:
+                return self.hand_overs.fail(*given)
         if name not in self._actions:
             raise RequestError(f"{self.instance_id} cannot do {name!r}")
         return self._actions[name](*given)

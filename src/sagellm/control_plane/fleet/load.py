@@ -18,7 +18,7 @@ _MEMORY = 0.9
 
 
 class LoadMeter:
-    """Listens to an engine. `report` is cheap; `enter` and `leave` count prompt tokens that are not computed."""
+    """Listens to an engine. `enter` and `leave` count prompt tokens that are not computed."""
 
     def __init__(self, capability: CapabilityDescriptor, events: EventBus, clock: Clock) -> None:
         self._capability, self._clock = capability, clock
@@ -57,6 +57,7 @@ class LoadMeter:
             num_queued_tokens=self._num_queued_tokens,
             num_free_blocks=stats.blocks_free + stats.blocks_cached,
             num_blocks=total,
+            block_size=self._capability.block_size,
             max_num_seqs=self._capability.max_num_seqs,
             kv_cache_usage=stats.blocks_active / total if total else 0.0,
             eviction_count=self._num_evicted,

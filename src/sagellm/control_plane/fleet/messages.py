@@ -223,8 +223,12 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _FROM_FRONT = msgspec.msgpack.Decoder(FromFront, dec_hook=_decode_other)
 _FROM_INSTANCE = msgspec.msgpack.Decoder(FromInstance, dec_hook=_decode_other)
 _FACTS = msgspec.msgpack.Decoder(InstanceFacts, dec_hook=_decode_other)
-_ARGUMENTS = {name: msgspec.msgpack.Decoder(given, dec_hook=_decode_other) for name, (given, _) in CALLS.items()}
-_RESULTS = {name: msgspec.msgpack.Decoder(result, dec_hook=_decode_other) for name, (_, result) in CALLS.items()}
+_ARGUMENTS = {
+    name: msgspec.msgpack.Decoder(given, dec_hook=_decode_other) for name, (given, _) in CALLS.items()
+}
+_RESULTS = {
+    name: msgspec.msgpack.Decoder(result, dec_hook=_decode_other) for name, (_, result) in CALLS.items()
+}
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, SageError)
 
 
@@ -234,24 +238,28 @@ def encode(message: Any) -> bytes:
 
 def from_front(data: bytes) -> FromFront:
     """Raises `MessageError`."""
-    return _decoded(_FROM_FRONT, data)
+    message: FromFront = _decoded(_FROM_FRONT, data)
+    return message
 
 
 def from_instance(data: bytes) -> FromInstance:
     """Raises `MessageError`."""
-    return _decoded(_FROM_INSTANCE, data)
+    message: FromInstance = _decoded(_FROM_INSTANCE, data)
+    return message
 
 
 def facts_of(welcome: Welcome) -> InstanceFacts:
     """Raises `MessageError`."""
-    return _decoded(_FACTS, welcome.facts)
+    facts: InstanceFacts = _decoded(_FACTS, welcome.facts)
+    return facts
 
 
 def arguments_of(call: Call) -> Sequence[Any]:
     """Raises `MessageError`, also for a call that is unknown here."""
     if call.name not in _ARGUMENTS:
         raise MessageError(f"an instance cannot be asked {call.name!r}.{errors.nearest(call.name, CALLS)}")
-    return _decoded(_ARGUMENTS[call.name], call.arguments)
+    arguments: Sequence[Any] = _decoded(_ARGUMENTS[call.name], call.arguments)
+    return arguments
 
 
 def result_of(name: str, data: bytes) -> Any:
@@ -273,7 +281,9 @@ def output_of(output: Output) -> RequestOutput:
 _KINDS = {BlocksStored: Stored, BlocksRemoved: Removed, IndexCleared: Cleared}
 
 
-def changes_of(events: Sequence[BlocksStored | BlocksRemoved | IndexCleared], *, is_complete: bool) -> Changes:
+def changes_of(
+    events: Sequence[BlocksStored | BlocksRemoved | IndexCleared], *, is_complete: bool
+) -> Changes:
     return Changes(tuple(_KINDS[type(event)](event) for event in events), is_complete)
 
 
@@ -294,6 +304,8 @@ def error_of(wire: WireError) -> SageError:
         made = RequestError(wire.message, wire.param, wire.code)
         made.status = wire.status
         return made
-    return kind(wire.message) if kind.__init__ in (SageError.__init__, Exception.__init__) else SageError(wire.message)
-
-
+    return (
+        kind(wire.message)
+        if kind.__init__ in (SageError.__init__, Exception.__init__)
+        else SageError(wire.message)
+    )

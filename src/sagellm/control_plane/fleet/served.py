@@ -1,8 +1,8 @@
 """`ServedRequests`: what a front has promised, and where it is being computed.
 
-    add -> queued --place--> placed: attempt n on one instance, or on two --end--> gone
-              ^                 |
-              +---- retry ------+   an instance is lost: attempt n+1 goes on behind the tokens that were sent
+    add -> waits --place--> placed: attempt n on one instance, or on two --end--> gone
+             ^                 |
+             +---- retry ------+   an instance is lost: attempt n+1 goes on behind the tokens that were sent
 
 An instance knows a request by the name of its attempt. What an earlier attempt still says has no request any
 more, and is passed over.
@@ -10,7 +10,6 @@ more, and is passed over.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -56,14 +55,14 @@ class Served:
         """What an instance is asked to compute now."""
         return replace(self.request, request_id=self.attempt_id, generated=tuple(self.generated))
 
-    def metadata(self, now_s: float, expected_tokens: int) -> RequestMetadata:
+    def metadata(self, now_s: float) -> RequestMetadata:
         request, goal_s = self.request, self.request.slo.ttft_s
         slack_s = None if goal_s is None or self.generated else goal_s - (now_s - request.arrival_s)
         return RequestMetadata(
             request.request_id,
             request.tokens,
             request.namespace,
-            len(request.tokens) + expected_tokens,
+            len(request.tokens) + (request.params.max_tokens or 0),
             request.slo,
             slack_s,
             request.priority,
@@ -73,10 +72,10 @@ class Served:
 
 
 class ServedRequests:
-    """The requests by id, by attempt and by instance, and the queue of those without a placement."""
+    """The requests by id, by attempt and by instance. `waiting`: those without a placement."""
 
     def __init__(self) -> None:
-        self.queue: OrderedDict[str, Served] = OrderedDict()
+        self.waiting: dict[str, Served] = {}
         self._by_id: dict[str, Served] = {}
         self._by_attempt: dict[str, Served] = {}
         self._by_instance: dict[str, dict[str, Served]] = {}
@@ -89,7 +88,7 @@ class ServedRequests:
 
     def add(self, served: Served) -> None:
         self._by_id[served.request_id] = served
-        self.queue[served.request_id] = served
+        self.waiting[served.request_id] = served
 
     def get(self, request_id: str) -> Served | None:
         return self._by_id.get(request_id)
@@ -107,7 +106,7 @@ class ServedRequests:
 
     def place(self, served: Served, placement: Placement) -> None:
         """The attempt begins."""
-        del self.queue[served.request_id]
+        del self.waiting[served.request_id]
         served.placement = placement
         self._by_attempt[served.attempt_id] = served
         for instance_id in served.instances:
@@ -121,19 +120,18 @@ class ServedRequests:
             served.placement = replace(placement, prefill=placement.decode)
 
     def retry(self, served: Served, now_s: float, reason: str) -> None:
-        """The attempt is over; the request is first in the queue again."""
+        """The attempt is over; the request waits again."""
         self._end_attempt(served)
         served.attempt += 1
         served.num_retries += 1
         served.queued_since_s, served.reason = now_s, reason
-        self.queue[served.request_id] = served
-        self.queue.move_to_end(served.request_id, last=False)
+        self.waiting[served.request_id] = served
 
     def end(self, request_id: str) -> Served | None:
         """The request is answered or dropped. None if it is unknown."""
         served = self._by_id.pop(request_id, None)
         if served is not None:
-            self.queue.pop(request_id, None)
+            self.waiting.pop(request_id, None)
             self._end_attempt(served)
         return served
 
@@ -147,15 +145,14 @@ class ServedRequests:
         served.placement = None
 
     def check(self) -> None:
-        """Raise `BookkeepingError` unless each request waits or has one attempt, on the instances it names."""
+        """Raise `BookkeepingError` unless each request waits, or has one attempt where it says."""
         for served in self._by_id.values():
-            waits = served.request_id in self.queue
+            waits = served.request_id in self.waiting
             if waits is not (served.placement is None):
                 raise BookkeepingError(f"{served.request_id} waits and is placed, or neither")
             if waits is (self._by_attempt.get(served.attempt_id) is served):
                 raise BookkeepingError(f"{served.attempt_id}: its attempt is known and it waits, or neither")
         pairs = {(name, id(served)) for name, own in self._by_instance.items() for served in own.values()}
         placed = {(name, id(served)) for served in self._by_id.values() for name in served.instances}
-        if pairs != placed or len(self._by_attempt) + len(self.queue) != len(self._by_id):
+        if pairs != placed or len(self._by_attempt) + len(self.waiting) != len(self._by_id):
             raise BookkeepingError(f"{len(pairs)} requests are known at instances, {len(placed)} name them")
-

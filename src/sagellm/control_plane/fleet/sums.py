@@ -90,7 +90,9 @@ def _by_tenant(known: Sequence[Mapping[str, TenantReuse]]) -> dict[str, TenantRe
     for each in known:
         for tenant, reuse in each.items():
             former = total.get(tenant)
-            total[tenant] = reuse if former is None else type(reuse)(*map(sum, zip(former, reuse, strict=True)))
+            total[tenant] = (
+                reuse if former is None else type(reuse)(*map(sum, zip(former, reuse, strict=True)))
+            )
     return total
 
 

@@ -212,7 +212,7 @@ def from_wire(event: WireEvent) -> KVEvent:
             return _stored_on_bus(event)
         case BlockRemoved():
             hashes = tuple(_hash_bytes(block_hash) for block_hash in event.block_hashes)
-            return BlocksRemoved((), event.cause or "", hashes, Namespace(), _tier_of(event.medium))
+            return BlocksRemoved((), event.cause or "", hashes, Namespace(), tier_of(event.medium))
         case AllBlocksCleared():
             return IndexCleared()
 
@@ -230,11 +230,11 @@ def _stored_on_bus(event: BlockStored) -> BlocksStored:
         parent_hash=None if parent is None else _hash_bytes(parent),
         tokens=tokens,
         namespace=Namespace(tenant=event.cache_salt or "", adapter=event.lora_name or ""),
-        tier=_tier_of(event.medium),
+        tier=tier_of(event.medium),
     )
 
 
-def _tier_of(medium: str | None) -> Tier:
+def tier_of(medium: str | None) -> Tier:
     """The device without a medium; an unknown one is further away."""
     return _TIERS.get(medium, Tier.REMOTE) if medium else Tier.HBM
 

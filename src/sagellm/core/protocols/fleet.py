@@ -1,11 +1,14 @@
 """Contracts of a fleet: an instance seen from outside, and a request that moves between two of them.
 
-    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send its KV to the peer
-    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for that KV, then go on from `generated`
+    front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send KV to the peer
+    front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for KV, then go on from `generated`
     prefill   -> decode    KV of whole blocks, by a transfer
 
 The transfer only saves work: the instance that decodes has all tokens, so where KV does not come it computes
 it, or the request fails, as the policy says.
+
+A prefix that a peer has cached comes in the same way: the front has the peer send it, and submits the request
+with HandOver(FETCH).
 """
 
 from __future__ import annotations
@@ -15,21 +18,27 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from sagellm.core.errors import SageError
+from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import CapabilityDescriptor, Request, RequestOutput
 
+MAX_ATTEMPT = 2**63 - 1
+
 
 class HandOverPart(Enum):
+    """PREFILL: this instance computes the prompt and its KV goes to the peer. DECODE: the KV of the whole
+    prompt comes from the peer. FETCH: what the peer has cached of the prompt comes from there."""
+
     PREFILL = "prefill"
     DECODE = "decode"
+    FETCH = "fetch"
 
 
 class HandOverState(Enum):
-    """BOOTSTRAPPING: the decode side knows the request, and nothing of its KV has come. PREALLOCATED: blocks
-    are reserved. TRANSFERRING: chunks come. READY: the KV is there, the request is in the engine. FAILED:
-    it did not come in time or was damaged."""
+    """BOOTSTRAPPING: the instance knows the request, and nothing of its KV has come. PREALLOCATED: blocks
+    are reserved. TRANSFERRING: chunks come, or are sent. READY: the KV is there; where it came to, the
+    request is in the engine. FAILED: it did not come in time, not whole, or was damaged."""
 
     BOOTSTRAPPING = "bootstrapping"
     PREALLOCATED = "preallocated"
@@ -47,13 +56,22 @@ class FailurePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """One instance's part in a hand-over. `lease_s`: the decode side waits so long for a sign of the
-    transfer; each sign renews it."""
+    """One instance's part in a hand-over. `lease_s`: an instance waits so long for a sign of a transfer to
+    it; each sign renews it. `attempt`: the same at both instances; KV of another attempt settles nothing.
+    `num_tokens`: how many tokens are expected; None: of a DECODE the whole prompt, of a FETCH any number."""
 
     part: HandOverPart
     peer: str
     lease_s: float = 10.0
     policy: FailurePolicy = FailurePolicy.RECOMPUTE
+    attempt: int = 0
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.attempt <= MAX_ATTEMPT:
+            raise ConfigError(f"a hand-over has an attempt from 0 to 2**63 - 1, not {self.attempt}")
+        if not self.lease_s > 0:
+            raise ConfigError(f"the lease of a hand-over is a time above 0 s, not {self.lease_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +85,7 @@ class HandOverReport:
     num_layers: int = 0
     num_tokens: int = 0
     reason: str = ""
+    attempt: int = 0
 
     @property
     def is_last(self) -> bool:

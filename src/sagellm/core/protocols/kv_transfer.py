@@ -155,6 +155,23 @@ class ReceivedKV(NamedTuple):
     reason: str = ""
 
 
+class IncomingKV(NamedTuple):
+    """A transfer from another instance that is under way.
+
+    `has_blocks`: they are reserved here; before, it waits for room. `num_chunks`: those that have come and
+    verified. `num_layers`: of a transfer by layer, the leading layers that are whole. `sign_s`: when it was
+    last heard of, in seconds of the channel's clock.
+    """
+
+    request_id: str
+    source: str
+    note: bytes
+    sign_s: float
+    has_blocks: bool = False
+    num_chunks: int = 0
+    num_layers: int = 0
+
+
 class KVTransferChannel(Protocol):
     """Transfers of one instance to and from others.
 
@@ -197,6 +214,9 @@ class KVTransferChannel(Protocol):
 
     def received(self) -> Sequence[ReceivedKV]:
         """What `poll` found to have ended here, since the last call."""
+
+    def incoming(self) -> Sequence[IncomingKV]:
+        """The transfers to this instance that are under way, one entry for each rank that sends."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop the transfer as soon as possible. It still ends with a report, which may be `DONE`."""

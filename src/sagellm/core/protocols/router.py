@@ -54,6 +54,8 @@ class ExecutionInstance:
     that requests use. `utilization`: share of the last seconds in which it computed. `prefill_token_s` and
     `step_s`: what a prompt token takes, and a decode step at its present batch, as measured there; 0.0:
     not known. `is_fresh`: its KV events are complete and recent; else what is known of its cache is a guess.
+    `num_free_blocks` counts those that cached prefixes may be evicted from; they have `block_size` tokens
+    each, 0: not known.
     """
 
     instance_id: str
@@ -63,6 +65,7 @@ class ExecutionInstance:
     num_queued_tokens: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
+    block_size: int = 0
     max_num_seqs: int = 0
     kv_cache_usage: float = 0.0
     eviction_count: int = 0
@@ -108,14 +111,18 @@ class Placement:
 
 
 class Router(Protocol):
+    """`reads_cache`: whether placements depend on `cached`; else a caller may leave the look-up out."""
+
+    reads_cache: bool
+
     def place(
         self,
         request: RequestMetadata,
         instances: Sequence[ExecutionInstance],
         cached: Sequence[CachedPrefix],
     ) -> Placement:
-        """Choose among `instances`, of which `cached` has one entry each. Raises `CapacityError` if there is
-        none."""
+        """Choose among `instances`, of which `cached` has one entry each. Raises `CapacityError` if none of
+        them can serve a request."""
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
-        """Learn from a finished request: ttft, tpot, e2e."""
+        """Learn from a finished request, in seconds: ttft, tpot, e2e, as far as they are known."""

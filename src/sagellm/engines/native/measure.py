@@ -159,3 +159,26 @@ def read_bandwidth(device_name: str) -> float:
     size = CPU_BYTES if device.type == "cpu" else CUDA_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
     return size / fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device
+
+
+CPU_ROWS, CUDA_ROWS = 1024, 8192
+
+
+def matrix_flops(device_name: str) -> float:
+    """FLOP/s of a large matrix product: the bound of prefill. The best of bfloat16 and float32, with torch's
+    threads; a CPU may be faster in either.
+    """
+    device = torch.device(device_name)
+    rows = CPU_ROWS if device.type == "cpu" else CUDA_ROWS
+    best = 0.0
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16,):
+        left = torch.ones(rows, rows, dtype=dtype, device=device)
+
+        def multiply(left: torch.Tensor = left) -> None:
+            left @ left
+            if device.type != "cpu":
+                module_of(device).synchronize(device)
+
+        multiply()  # libraries choose a kernel in the first call
+        best = max(best, 2 * rows**3 / fastest(multiply, _REPEATS, time.perf_counter))
+    return best

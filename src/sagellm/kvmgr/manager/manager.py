@@ -170,6 +170,11 @@ class KVCacheManager:
     def fragmentation(self) -> Fragmentation:
         return Fragmentation(self._tables.unused_share(), self.pool.get_fragmentation())
 
+    @property
+    def blocks_move(self) -> bool:
+        """Whether blocks are being sent to other instances, or come from there or from tiers."""
+        return bool(self.pins.num_sent or (self.arrivals is not None and self.arrivals.num_blocks))
+
     # -- bind and rollback
 
     def bind(self, binding: Binding, *, early: bool = False) -> None:
@@ -456,6 +461,7 @@ class KVCacheManager:
         self._tables.check(self.index)
         self._registrar.check()
         self._tails.check()
+        self.pins.check()
         self.hints.check()
         if self._pages is not None:
             self._pages.check(self.index, self.pins.hits)
@@ -578,7 +584,7 @@ class KVCacheManager:
             namespace, had = self.namespace_of(state.request.namespace), hit.num_tokens // self.block_size
             found = self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)
             state.misses = found.plus(state.misses) if again else found
-            if state.request.reports_eviction and not again:
+            if state.request.reports_eviction and not (again or state.request.generated):
                 spans = self.misses.explain(self.index, state.tokens, namespace)
                 evicted = [span for span in spans if span.state is SpanState.EVICTED]
                 if evicted:

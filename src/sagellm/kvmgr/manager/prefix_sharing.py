@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 DUPLICATES = "duplicates"
 GROUP_PREFIX = "\0group:"
 """No tenant's name begins like this: `Request` refuses NUL in it."""
+KEPT_SHARE = 0.5
+"""Of the pool, at most so much is kept for requests that are not admitted yet."""
 
 
 class SharingGroups:
@@ -299,7 +301,8 @@ class PinnedPrefixes:
 
     Together they hold at most `max_share` of a pool of `total_blocks`. Each needs `blocks_of_state` for the
     recurrent state behind it. `num_changes` counts pins and unpins. `num_sent`: prefixes that are being sent
-    to other instances, which have no such limit; blocks keep their ids until it is 0.
+    to other instances, which have no such limit; blocks keep their ids until it is 0. `num_kept`: blocks of
+    prefixes that have come for requests which are not admitted yet, each counted for each of them.
     """
 
     def __init__(
@@ -310,7 +313,8 @@ class PinnedPrefixes:
         self._max_share = max_share
         self._blocks_of_state = blocks_of_state
         self.hits: list[PrefixHit] = []
-        self.num_changes = self.num_sent = 0
+        self.num_changes = self.num_sent = self.num_kept = 0
+        self._kept: dict[str, PrefixHit] = {}
 
     def __contains__(self, hit: PrefixHit) -> bool:
         return any(pinned is hit for pinned in self.hits)
@@ -361,3 +365,43 @@ class PinnedPrefixes:
         self._index.unpin(hit, is_use=False)
         self.num_changes += 1
         self.num_sent -= 1
+
+    def keep(self, name: str, wanted: PrefixHit) -> bool:
+        """Pin what has come for a request of this name until `drop` or `give_way`, in place of what was kept.
+
+        False, and nothing is kept for it, where all kept prefixes would hold more than `KEPT_SHARE`.
+        """
+        self.drop(name)
+        num_kept = self.num_kept + wanted.num_blocks
+        if num_kept > KEPT_SHARE * self._total_blocks:
+            return False
+        self._kept[name], self.num_kept = self._index.pin(wanted, is_use=False), num_kept
+        self.num_changes += 1
+        return True
+
+    def drop(self, name: str) -> None:
+        """Unpin what is kept under this name, if anything is."""
+        hit = self._kept.pop(name, None)
+        if hit is not None:
+            self._index.unpin(hit, is_use=False)
+            self.num_kept -= hit.num_blocks
+            self.num_changes += 1
+
+    def give_way(self) -> bool:
+        """Unpin all that is kept, since a running request needs blocks; False without any."""
+        names = list(self._kept)
+        for name in names:
+            self.drop(name)
+        return bool(names)
+
+    @property
+    def kept_names(self) -> Collection[str]:
+        return self._kept.keys()
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where kept prefixes and their blocks do not add up."""
+        num_kept = sum(hit.num_blocks for hit in self._kept.values())
+        if num_kept != self.num_kept or num_kept > KEPT_SHARE * self._total_blocks:
+            raise BookkeepingError(
+                f"kept prefixes hold {num_kept} of {self._total_blocks} blocks, {self.num_kept} are counted"
+            )

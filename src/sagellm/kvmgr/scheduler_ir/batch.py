@@ -72,7 +72,7 @@ class DecodeBatch(Decodes):
         if not count:
             self._stops[:] = False
         params, length = state.request.params, len(state.tokens)
-        limits = (params.max_tokens, state.request.scripted_output)
+        limits = (state.max_output_tokens, state.request.scripted_output)
         most = min([max_length, *(limit + state.num_prompt_tokens for limit in limits if limit is not None)])
         self._table[:, count] = (length - 1, num_slots - length + 1, most - length)
         stops = set(params.stop_token_ids)

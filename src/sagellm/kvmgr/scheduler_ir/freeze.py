@@ -61,6 +61,9 @@ def freeze(
 
 def _join(chunk: Chunk, tables: BlockTableSource) -> Join:
     state = chunk.state
+    params = state.request.params
+    if params.prompt_logprobs is not None and state.prompt_logprobs is None:  # they have been reported
+        params = replace(params, prompt_logprobs=None)
     return Join(
         state.row,
         state.request_id,
@@ -68,7 +71,7 @@ def _join(chunk: Chunk, tables: BlockTableSource) -> Join:
         state.num_prompt_tokens,
         chunk.start,
         tuple(tables.block_table(state.request_id)),
-        state.request.params,
+        params,
         state.request.eos_token_ids,
         tables.state_pages(state.request_id),
     )

@@ -13,13 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
-from sagellm.core.clock import MonotonicClock
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
+from sagellm.core.fleet_config import FleetConfig
+from sagellm.core.protocols.router import Router
+from sagellm.core.registry import registry
 from sagellm.engines.build import located
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
@@ -63,10 +67,11 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s)
     engine = FleetEngine(
         instances,
-        make_router(fleet),
-        PrefixIndex(),
+        _router(fleet, clock),
+        PrefixIndex(clock),
         _check,
         clock=clock,
+        admission=AdmissionController({"name": fleet.admission, **fleet.admission_options}, clock=clock),
         policy=FleetPolicy(
             hand_over_lease_s=fleet.handover_lease_s,
             on_failure=fleet.handover_policy,
@@ -97,6 +102,14 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         config=config,
         lifecycle=SupervisorLink(options["commands"]),
     )
+
+
+def _router(fleet: FleetConfig, clock: Clock) -> Router:
+    """The configured router. `fleet.separation` goes to one that separates."""
+    options = {"name": fleet.router, **fleet.router_options}
+    if "separation" in registry("router").options(fleet.router):
+        options["separation"] = {"name": fleet.separation, **fleet.separation_options}
+    return make_router(options, clock)
 
 
 def _check(request: Any, capability: Any, max_model_len: int) -> None:

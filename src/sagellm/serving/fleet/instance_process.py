@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
-from sagellm.comm.kv_transfer.transports.tcp import TCPTransport
+from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.core.config import Config
@@ -36,6 +36,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         server.run()
     finally:
         server.close()
+        if server.hand_overs is not None:
+            server.hand_overs.close()
         server.engine.close()
 
 
@@ -57,7 +59,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
         kind=InstanceType(options["kind"]),
         events=events,
         hand_overs=hand_overs,
-        transfers=b"" if hand_overs is None else hand_overs.metadata(),
+        transfers=b"" if hand_overs is None else hand_overs.transfers.channel.metadata(),
         actions={
             "set_policy": lambda policy, given: replace_policy(engine, policy, **given),
             "set_strategy": lambda strategy, given: replace_strategy(engine, strategy, **given),
@@ -70,10 +72,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
 def _hand_overs(engine: Engine, name: str, key: FleetKey, host: str) -> HandOvers | None:
     """None where the engine's KV cannot be sent; one line says why."""
     transport: TransportEngine
-    if host:
-        transport = TCPTransport(key.text.encode(), host, 0)
-    else:
-        transport = SharedMemoryTransport(key.text.encode())
+    transport = TcpTransport(key.text.encode(), host, 0) if host else SharedMemoryTransport(key.text.encode())
     try:
         return HandOvers(build_transfers(engine, name, transport))
     except ConfigError as error:

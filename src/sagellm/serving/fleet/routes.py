@@ -6,15 +6,17 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 from fastapi import Request
 from pydantic import Field
 
-from sagellm.control_plane.fleet.engine import FleetEngine, Member
+from sagellm.control_plane.fleet.engine import FleetEngine
+from sagellm.control_plane.fleet.questions import Member
 from sagellm.control_plane.fleet_instances import group_of, instance_name
-from sagellm.core.config import FleetConfig
 from sagellm.core.errors import ConfigError, RequestError
+from sagellm.core.fleet_config import FleetConfig
 from sagellm.engines.llm import LLM
 from sagellm.serving.errors import ConflictError, NotFoundError
 from sagellm.serving.gateway import Gateway
@@ -112,17 +114,9 @@ class FleetRoutes:
         body = await self.reader.read(InstanceRequest, request)
         lifecycle = self._lifecycle()
         async with self._busy:
-            names = [body.name] if body.name else await self.gateway.call(lambda llm: list(_engine(llm).members))
-            for name in names:
-                await self._drain(name)
-                lost_before = await self._member(name, lambda member: member.num_lost)
-                lifecycle.restart(name)
-                await self._wait(
-                    lambda member, n=lost_before: member.num_lost > n and member.is_ready and member.load is not None,
-                    name,
-                    self.fleet.start_timeout_s,
-                )
-                await self._set_draining(name, draining=False)
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            for name in [body.name] if body.name else members:
+                await self._restart(name, lifecycle)
         return await self.status()
 
     async def scale(self, request: Request) -> FleetStatus:
@@ -138,13 +132,13 @@ class FleetRoutes:
             for name in sorted(own, key=_number)[body.count :]:
                 await self._drain(name)
                 lifecycle.end(name)
-                await self._until(lambda llm, name=name: name not in _engine(llm).members, name)
+                await self._until(partial(_is_member, name, False), name)
             free = (n for n in itertools.count() if instance_name(body.group, n) not in own)
             for number in itertools.islice(free, max(0, body.count - len(own))):
                 lifecycle.start(body.group, number)
                 name = instance_name(body.group, number)
-                await self._until(lambda llm, name=name: name in _engine(llm).members, name)
-                await self._wait(lambda member: member.is_ready, name, self.fleet.start_timeout_s)
+                await self._until(partial(_is_member, name, True), name)
+                await self._wait_for(name, 0)
         return await self.status()
 
     def _name(self, body: InstanceRequest) -> str:
@@ -154,7 +148,9 @@ class FleetRoutes:
 
     def _lifecycle(self) -> Lifecycle:
         if self.lifecycle is None:
-            raise ConflictError("the instances of this fleet are started by something else, such as Kubernetes")
+            raise ConflictError(
+                "the instances of this fleet are started by something else, such as Kubernetes"
+            )
         return self.lifecycle
 
     async def _drain(self, name: str) -> None:
@@ -176,11 +172,21 @@ class FleetRoutes:
 
         await self.gateway.call(change)
 
-    async def _member(self, name: str, ask: Callable[[Member], int]) -> int:
-        return await self.gateway.call(lambda llm: ask(_engine(llm).members[name]))
+    async def _restart(self, name: str, lifecycle: Lifecycle) -> None:
+        await self._drain(name)
+        num_lost = await self.gateway.call(lambda llm: _engine(llm).members[name].num_lost)
+        lifecycle.restart(name)
+        await self._wait_for(name, num_lost + 1)
+        await self._set_draining(name, draining=False)
 
-    async def _wait(self, is_so: Callable[[Member], bool], name: str, timeout_s: float) -> None:
-        await self._until(lambda llm: is_so(_engine(llm).members[name]), name, timeout_s)
+    async def _wait_for(self, name: str, num_lost: int) -> None:
+        """Wait until an instance has been lost so often and is there again."""
+
+        def is_there(llm: LLM) -> bool:
+            member = _engine(llm).members[name]
+            return member.num_lost >= num_lost and member.is_ready and member.load is not None
+
+        await self._until(is_there, name, self.fleet.start_timeout_s)
 
     async def _until(self, is_so: Callable[[LLM], bool], name: str, timeout_s: float = 10.0) -> None:
         until_s = asyncio.get_running_loop().time() + timeout_s
@@ -219,9 +225,13 @@ def fleet_status(engine: FleetEngine) -> FleetStatus:
     return FleetStatus(
         instances=instances,
         num_requests=len(engine.requests),
-        num_queued=len(engine.requests.queue),
+        num_queued=len(engine.requests.waiting),
         num_retries=engine.num_retries,
     )
+
+
+def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
+    return (name in _engine(llm).members) is wanted
 
 
 def _state(member: Member, num_requests: int) -> Literal["ready", "draining", "drained", "lost", "refused"]:
@@ -237,7 +247,9 @@ def _state(member: Member, num_requests: int) -> Literal["ready", "draining", "d
 def _engine(llm: LLM) -> FleetEngine:
     """Raises `NotFoundError` for a server of one engine."""
     if not isinstance(llm.engine, FleetEngine):
-        raise NotFoundError("this server is one engine: start it with --prefill and --decode, or a fleet file")
+        raise NotFoundError(
+            "this server is one engine: start it with --prefill and --decode, or a fleet file"
+        )
     return llm.engine
 
 

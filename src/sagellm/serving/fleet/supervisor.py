@@ -36,8 +36,8 @@ from sagellm.core.processes import ProcessGroup, Role
 log = logging.getLogger("sagellm.fleet")
 FRONT = "front"
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
-STEADY_S = 30.0
-"""A process that has run so long is started again at once."""
+STEADY_S = 3.0
+"""Only a process that ends sooner is on its way into a loop: between its starts is more and more time."""
 MAX_STARTS = 5
 """A process that ends so often in a row before it has run for `STEADY_S` ends the fleet, if none ever ran."""
 INSTANCE_ENTRY = "sagellm.serving.fleet.instance_process:run"
@@ -131,9 +131,9 @@ class Supervisor:
             process.num_starts = 0
         if process.num_starts >= MAX_STARTS and name == FRONT:
             raise EngineFailedError(f"the front has ended {MAX_STARTS} times in a row: {group.failure}")
-        pause_s = min(FIRST_BACKOFF_S * 2 ** max(0, process.num_starts - 1), LONGEST_BACKOFF_S)
-        process.restart_s = now_s + pause_s
-        log.warning("%s has ended and is started again in %.1f s", name, pause_s)
+        apart_s = min(FIRST_BACKOFF_S * 2**process.num_starts, LONGEST_BACKOFF_S)
+        process.restart_s = max(now_s, process.started_s + apart_s)
+        log.warning("%s has ended and is started again in %.1f s", name, process.restart_s - now_s)
 
     def _start(self, name: str) -> None:
         process = self._processes[name]

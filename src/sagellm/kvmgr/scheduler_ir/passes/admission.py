@@ -66,7 +66,7 @@ class AdmissionPass:
 
     def remaining(self, state: RequestState) -> float:
         """The number of tokens that the request is expected to generate from now on."""
-        generated, limit = state.num_output_tokens, state.request.params.max_tokens
+        generated, limit = state.num_output_tokens, state.max_output_tokens
         outputs = self._sorted
         if len(outputs) < self.min_samples:
             expected = limit if limit is not None else max(self.default_output, 2 * generated)

@@ -64,7 +64,7 @@ class BatchingEfficiencyPass:
         self._since = since
         for state in waiting if changed else self._queue.arrived:
             octave = self._octaves[state]
-            rank = (-state.request.priority, state.num_preemptions == 0, since[octave], octave)
+            rank = (-state.request.priority, not state.resumes, since[octave], octave)
             self._queue.rerank(state, rank)
 
     def _backfill(self, draft: Draft, view: SchedulingView) -> None:

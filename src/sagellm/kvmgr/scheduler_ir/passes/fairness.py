@@ -80,8 +80,10 @@ class FairnessPass:
                 self._last_to_wait = tenant
             if was_admitted(state) and state not in self._charged:
                 if not state.num_preemptions:
-                    self._charge(tenant, max(1, state.num_prompt_tokens - state.num_cached))
-                self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
+                    given = state.num_prompt_tokens + len(state.request.generated)
+                    self._charge(tenant, max(1, given - state.num_cached))
+                known = state.num_output_tokens if state.num_preemptions else len(state.request.generated)
+                self._charged[state] = known
         for state in self._queue.arrived:
             self._queue.rerank(state, prefix_hit(draft, view, state).num_tokens)
             tenant = state.request.namespace.tenant

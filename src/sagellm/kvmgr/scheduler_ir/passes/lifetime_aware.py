@@ -82,7 +82,7 @@ class LifetimeAwarePass:
     def remaining(self, state: RequestState) -> float:
         """The number of tokens reserved for the request from now on. Once it has generated more than
         predicted, half of what it has generated."""
-        generated, limit = state.num_output_tokens, state.request.params.max_tokens
+        generated, limit = state.num_output_tokens, state.max_output_tokens
         expected = self._expected.get(state, float(self.default_output))
         if expected <= generated:
             expected = 1.5 * generated
@@ -94,7 +94,7 @@ class LifetimeAwarePass:
         del self._unpredicted[state]
         if state.status is not RequestStatus.WAITING:
             return
-        limit = state.request.params.max_tokens
+        limit = state.max_output_tokens
         if limit is None:
             limit = max(self.default_output, 2 * state.num_output_tokens)
         prediction = self.predictor.predict(
@@ -140,7 +140,7 @@ class LifetimeAwarePass:
                 self._expected.pop(state, None)
 
     def _rank(self, state: RequestState, step: int) -> tuple[int, bool, int]:
-        return (-state.request.priority, state.num_preemptions == 0, step)
+        return (-state.request.priority, not state.resumes, step)
 
 
 PLUGIN = LifetimeAwarePass

@@ -116,7 +116,7 @@ class PDSeparationPass:
             for state in self._queue.arrived:
                 num_tokens = len(state.tokens) - prefix_hit(draft, view, state).num_tokens
                 self._queue.rerank(state, num_tokens)
-                if not state.num_preemptions:
+                if not state.resumes:
                     self._place(draft, state, num_tokens)
             self._num_queued_tokens = sum(self._queue.ranks.values())
 
@@ -151,7 +151,7 @@ class PDSeparationPass:
         return self._fastest(self.step_time.prefill_s(ahead + num_tokens, draft.token_budget), seconds)
 
     def _best_decode(self, state: RequestState) -> str:
-        limit = state.request.params.max_tokens
+        limit = state.max_output_tokens
         steps = self.expected_output if limit is None else min(self.expected_output, limit)
         seconds = {
             name: self._transfer_s(site, state.num_prompt_tokens)

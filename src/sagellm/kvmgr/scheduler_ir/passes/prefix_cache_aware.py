@@ -121,7 +121,7 @@ class PrefixCacheAwarePass:
         draft.hits[request.request_id] = hit
         if request.group is None:
             self._hits[request.request_id] = hit
-        rank = (-request.priority, state.num_preemptions == 0, -num_cached)
+        rank = (-request.priority, not state.resumes, -num_cached)
         if self._queue.ranks.get(state) != rank:
             self._queue.rerank(state, rank)
             if num_cached:

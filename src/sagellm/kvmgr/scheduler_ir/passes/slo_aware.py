@@ -119,7 +119,8 @@ class SLOAwarePass:
     def _note(self, draft: Draft, view: SchedulingView) -> None:
         queue = self._queue
         for state in queue.arrived:
-            priority, begun = state.request.priority, state.first_token_s is not None
+            request = state.request
+            priority, begun = request.priority, state.first_token_s is not None or bool(request.generated)
             queue.ranks[state] = (-priority, BEGUN if begun else LATE, 0.0)
             deadline_s = self.deadline_s(state)
             if not begun and deadline_s < NEVER_S:
@@ -193,7 +194,8 @@ class SLOAwarePass:
     def _counts(self, state: RequestState, now_s: float) -> bool:
         """Whether the request runs and can still meet its goals."""
         first_s = now_s if state.first_token_s is None else state.first_token_s
-        return state.status is RequestStatus.RUNNING and first_s <= self.deadline_s(state)
+        in_time = bool(state.request.generated) or first_s <= self.deadline_s(state)
+        return state.status is RequestStatus.RUNNING and in_time
 
     # -- the cost of short steps
 

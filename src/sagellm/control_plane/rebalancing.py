@@ -1,0 +1,101 @@
+"""Where cached prefixes should be, beyond where requests have left them: copies for hot ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.core.protocols.router import ExecutionInstance
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A prefix and its recent use, as whoever counts requests by prefix gives it.
+
+    `uses_per_s`: requests that begin with it. `holders`: instances that have all of it.
+    """
+
+    key: bytes
+    num_tokens: int
+    uses_per_s: float
+    holders: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """Copy a prefix from an instance to another. `gain`: seconds of computing saved per second of use."""
+
+    key: bytes
+    source: str
+    target: str
+    gain: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancingOptions:
+    """`bytes_per_token` and `bytes_per_s`: of KV and of the link between instances. A copy must pay for
+    itself within `payback_s`. An instance is cold below `cold` of the mean utilization, and hot above
+    `hot` of it. `max_copies`: at once."""
+
+    bytes_per_token: float
+    bytes_per_s: float = 1e9
+    payback_s: float = 30.0
+    cold: float = 0.8
+    hot: float = 1.1
+    max_copies: int = 4
+
+
+def cold_instances(instances: Sequence[ExecutionInstance], cold: float = 0.8) -> list[ExecutionInstance]:
+    """Instances that are used less than `cold` of the mean, the least used first."""
+    if not instances:
+        return []
+    mean = sum(each.utilization for each in instances) / len(instances)
+    found = [each for each in instances if each.utilization < cold * mean]
+    return sorted(found, key=lambda each: (each.utilization, each.num_requests, each.instance_id))
+
+
+def replications(
+    prefixes: Sequence[HotPrefix], instances: Sequence[ExecutionInstance], options: RebalancingOptions
+) -> list[Replication]:
+    """Copies worth making: prefixes of hot instances to cold ones that lack them, the best gain first.
+
+    With a copy, requests with the prefix that go to the target need not compute it; they are taken to be
+    spread over its holders evenly. The source is the least used holder. Each target gets one copy at a time.
+    """
+    by_name = {each.instance_id: each for each in instances}
+    mean = sum(each.utilization for each in instances) / max(1, len(instances))
+    targets = cold_instances(instances, options.cold)
+    found = []
+    for prefix in prefixes:
+        holders = [by_name[name] for name in sorted(prefix.holders) if name in by_name]
+        if not holders or min(each.utilization for each in holders) <= options.hot * mean:
+            continue  # lost, or one of its holders has room for its requests
+        source = min(holders, key=lambda each: (each.utilization, each.instance_id))
+        copy_s = prefix.num_tokens * options.bytes_per_token / options.bytes_per_s
+        for target in targets:
+            if target.instance_id in prefix.holders:
+                continue
+            moved_per_s = prefix.uses_per_s / (len(holders) + 1)
+            gain = moved_per_s * prefix.num_tokens * target.prefill_token_s
+            if gain * options.payback_s > copy_s:
+                reason = (
+                    f"{moved_per_s:.2g} requests/s would compute {prefix.num_tokens} tokens there; "
+                    f"the copy takes {copy_s:.2g} s"
+                )
+                found.append(Replication(prefix.key, source.instance_id, target.instance_id, gain, reason))
+    found.sort(key=lambda each: (-each.gain, each.key))  # of equal gains the coldest target is first
+    return _one_each(found)[: options.max_copies]
+
+
+def _one_each(found: Sequence[Replication]) -> list[Replication]:
+    """The best copy for each target and of each prefix."""
+    chosen: list[Replication] = []
+    targets: set[str] = set()
+    keys: set[bytes] = set()
+    for each in found:
+        if each.target not in targets and each.key not in keys:
+            chosen.append(each)
+            targets.add(each.target)
+            keys.add(each.key)
+    return chosen

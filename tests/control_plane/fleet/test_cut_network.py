@@ -1,0 +1,97 @@
+"""The network to an instance is cut and heals. Needs root: `pytest -m root`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.builders import expected_tokens, request
+from tests.control_plane.fleet.scene import Scene, is_done
+
+pytestmark = pytest.mark.root
+ROOT = Path(__file__).resolve().parents[3]
+SPACE, NEAR, FAR = f"sagellmf{os.getpid()}", f"sfn{os.getpid()}", f"sff{os.getpid()}"
+PROMPT = list(range(1, 30))
+LEASE_S = 1.5
+PEER = """
+import sys, time
+from sagellm.control_plane.fleet.instance_server import InstanceServer
+from sagellm.core.clock import MonotonicClock
+from sagellm.core.events import EventBus
+from sagellm.engines.simulator.token_memory import TokenMemoryBackend
+from tests.builders import fake_engine
+from tests.control_plane.fleet.scene import KEY
+events, clock = EventBus(), MonotonicClock()
+engine = fake_engine(TokenMemoryBackend(num_blocks=1200, max_model_len=4096), events=events, clock=clock)
+server = InstanceServer("far", engine, "tcp://10.123.78.2:5701", KEY, max_model_len=4096, events=events)
+print("ready", flush=True)
+while True:
+    server.turn()
+    time.sleep(0.002)
+    stats = engine.stats()
+    print(stats.num_running + stats.num_waiting, stats.blocks_active, flush=True)
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@pytest.fixture
+def namespace() -> Iterator[None]:
+    ip("netns", "add", SPACE)
+    try:
+        ip("link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", SPACE)
+        ip("addr", "add", "10.123.78.1/24", "dev", NEAR)
+        ip("-n", SPACE, "addr", "add", "10.123.78.2/24", "dev", FAR)
+        ip("link", "set", NEAR, "up")
+        ip("-n", SPACE, "link", "set", FAR, "up")
+        yield
+    finally:
+        ip("netns", "del", SPACE)
+
+
+@pytest.mark.usefixtures("namespace")
+def test_a_cut_and_what_follows_it(tmp_path: Path) -> None:
+    """Requests go on elsewhere, the instance drops them after its lease, and serves again once healed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    output = (tmp_path / "far.out").open("w+")
+    command = ["ip", "netns", "exec", SPACE, sys.executable, "-c", PEER]
+    with subprocess.Popen(command, stdout=output, env=environment, cwd=ROOT) as peer:
+        scene = Scene(tmp_path, 1, lease_s=LEASE_S)
+        try:
+            scene.front.know(scene.instances.add("far", "tcp://10.123.78.2:5701"))
+            scene.until(lambda: scene.front.members["far"].load is not None)
+            for number in range(6):
+                scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 400))
+            scene.until(lambda: all(len(scene.tokens.get(f"r{n}", ())) > 3 for n in range(6)))
+            assert "far" in scene.router.placed
+            began_s = scene.clock.now()
+            ip("link", "set", NEAR, "down")
+            scene.until(lambda: scene.front.members["far"].facts is None)
+            assert scene.clock.now() - began_s < 5.0
+            scene.finish()
+            for number in range(6):
+                expected = expected_tokens(scene.backends["i-0"], [number + 1, *PROMPT], 400)
+                assert scene.tokens[f"r{number}"] == expected
+                assert is_done(scene.ended[f"r{number}"])
+            until_s = scene.clock.now() + LEASE_S + 1.0
+            while scene.clock.now() < until_s:
+                scene.turn()
+            output.flush()
+            assert (tmp_path / "far.out").read_text().splitlines()[-1] == "0 0"
+            ip("link", "set", NEAR, "up")
+            scene.until(lambda: scene.front.members["far"].load is not None)
+            scene.front.drain("i-0")
+            scene.front.add(request("again", PROMPT, 5))
+            scene.finish()
+            assert scene.tokens["again"] == expected_tokens(scene.backends["i-0"], PROMPT, 5)
+        finally:
+            peer.kill()
+            scene.close()
+            output.close()

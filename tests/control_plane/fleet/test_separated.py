@@ -1,0 +1,151 @@
+"""Prompts on one instance and answers on another: tokens, losses, and anything at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sagellm.control_plane.fleet import instance_server
+from sagellm.control_plane.fleet.engine import FleetPolicy
+from sagellm.core.protocols.fleet import HandOverState
+from sagellm.core.types import Namespace, Tokens
+from tests.builders import expected_tokens, request
+from tests.control_plane.fleet.scene import InTurn, Scene, Separating, is_done
+
+PROMPT = list(range(1, 30))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path, 3, exchanges=True, router=Separating())
+    yield made
+    made.close()
+
+
+def expect(scene: Scene, prompt: list[int], num: int) -> list[int]:
+    return expected_tokens(next(iter(scene.backends.values())), prompt, num)
+
+
+def test_answers_are_those_of_one_engine(scene: Scene) -> None:
+    for number in range(6):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 12))
+    scene.finish()
+    for number in range(6):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 12)
+    for name in ("i-1", "i-2"):  # the KV came, and was found
+        cached = scene.prefixes.lookup(Tokens([1, *PROMPT]), Namespace(), [name])
+        if cached[0].num_tokens:
+            break
+    else:
+        raise AssertionError("no KV has come to a decode instance")
+    assert scene.engine("i-0").stats().num_steps < scene.engine("i-1").stats().num_steps
+    scene.until(lambda: not scene.servers["i-0"].hand_overs.has_work)  # type: ignore[union-attr]
+    scene.check_idle()
+
+
+def test_a_first_token_that_ends_the_request_is_not_handed_over(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 1))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 1)
+    assert is_done(scene.ended["r"])
+
+
+@pytest.mark.parametrize("victim", ["i-0", "i-1", "i-2"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_any_instance_may_die_at_any_time(scene: Scene, victim: str, num_tokens: int) -> None:
+    for number in range(4):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 20))
+    scene.until(lambda: all(len(scene.tokens.get(f"r{n}", ())) >= num_tokens for n in range(4)))
+    scene.kill(victim)
+    scene.finish()
+    for number in range(4):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 20)
+        assert is_done(scene.ended[f"r{number}"])
+
+
+def test_reports_tell_the_state_of_a_hand_over(scene: Scene) -> None:
+    states: list[HandOverState] = []
+    take = scene.front._on_report
+
+    def record(member: object, report: object) -> None:
+        states.append(report.state)  # type: ignore[attr-defined]
+        take(member, report)  # type: ignore[arg-type]
+
+    scene.front._on_report = record  # type: ignore[method-assign,assignment]
+    scene.front.add(request("r", PROMPT, 5))
+    scene.finish()
+    assert HandOverState.READY in states
+    assert HandOverState.FAILED not in states
+
+
+def test_an_abort_in_any_phase_leaves_nothing(scene: Scene) -> None:
+    for number in range(30):
+        name = f"r{number}"
+        scene.front.add(request(name, [number + 1, *PROMPT], 20))
+        for _ in range(number % 10):
+            scene.turn()
+        scene.front.abort(name)
+    for _ in range(50):
+        scene.turn()
+    scene.until(lambda: all(not s.hand_overs.has_work for s in scene.servers.values()))  # type: ignore[union-attr]
+    scene.check_idle()
+    assert not len(scene.front.requests)
+
+
+def test_lost_events_make_a_guess_of_what_is_known(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_server, "MAX_CHANGES", 0)
+    for number in range(3):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 5))
+    scene.finish()
+    assert not all(scene.prefixes.is_fresh(name) for name in scene.servers)
+    assert scene.tokens["r1"] == expect(scene, [2, *PROMPT], 5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_anything_at_random(tmp_path: Path, seed: int) -> None:
+    """Requests, aborts, deaths, starts, drains in any order: every request that is left gets its tokens."""
+    rng = random.Random(seed)
+    router: InTurn = Separating() if seed % 2 else InTurn()
+    scene = Scene(tmp_path, 3, exchanges=True, router=router, policy=FleetPolicy(max_retries=100))
+    wanted: dict[str, list[int]] = {}
+    names = ["i-0", "i-1", "i-2"]
+    for number in range(120):
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                prompt = [rng.randrange(1, 90) for _ in range(rng.randrange(1, 60))]
+                num = rng.randrange(1, 25)
+                scene.front.add(request(f"r{number}", prompt, num))
+                wanted[f"r{number}"] = expect(scene, prompt, num)
+            case 3 if wanted:
+                name = rng.choice(list(wanted))
+                if scene.front.abort(name):
+                    del wanted[name]
+            case 4 if len(scene.servers) > 1 and rng.random() < 0.5:
+                scene.kill(rng.choice(list(scene.servers)))
+            case 5:
+                for name in [name for name in names if name not in scene.servers][:1]:
+                    scene.start(name)
+            case 6:
+                name = rng.choice(names)
+                scene.front.drain(name, draining=not scene.front.members[name].draining)
+            case 7 if rng.random() < 0.3:
+                scene.front.move_away(rng.choice(names))
+            case _:
+                for _ in range(rng.randrange(1, 6)):
+                    scene.turn()
+    for name in names:
+        scene.front.drain(name, draining=False)
+        if name not in scene.servers:
+            scene.start(name)
+    scene.finish()
+    for name, tokens in wanted.items():
+        assert scene.tokens[name] == tokens
+        assert is_done(scene.ended[name])
+    scene.until(lambda: all(not s.hand_overs.has_work for s in scene.servers.values()), 60)  # type: ignore[union-attr]
+    scene.check_idle()
+    scene.close()
+
+

@@ -1,0 +1,306 @@
+"""What the cost router weighs, term by term."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.control_plane.router.cost import CostRouter
+from sagellm.core.clock import ManualClock
+from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.core.protocols.router import (
+    CachedPrefix,
+    ExecutionInstance,
+    InstanceType,
+    Placement,
+    RequestMetadata,
+)
+from sagellm.core.types import SLO, Namespace, Tokens
+from tests.contracts.test_routers import instances, named, requests
+from tests.effort import examples
+
+near: Any = pytest.approx
+NOTHING = CachedPrefix()
+ONE = RequestMetadata("1", Tokens(range(1000)), kv_cache_size_tokens=1100)
+ALONE: dict[str, Any] = {"decode_weight": 0.0, "delay_weight": 0.0, "affinity_s": 0.0}
+"""Only what computing the prompt takes."""
+
+
+def instance(name: str, **given: Any) -> ExecutionInstance:
+    return ExecutionInstance(name, **{"prefill_token_s": 1e-3, "step_s": 0.01, **given})
+
+
+def place(
+    router: CostRouter, *fleet: ExecutionInstance, request: RequestMetadata = ONE, **cached: CachedPrefix
+) -> Placement:
+    return router.place(request, fleet, [cached.get(one.instance_id, NOTHING) for one in fleet])
+
+
+# -- the sum, and its terms
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.lists(st.tuples(instances, st.integers(0, 4000), st.integers(0, 900)), min_size=1, max_size=6),
+    st.lists(requests, min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_the_cost_is_the_sum_of_its_terms(
+    fleet: list[Any], asked: list[RequestMetadata], fetch: bool
+) -> None:
+    """The loop over all instances, against the terms that it is made of."""
+    router = CostRouter(clock=ManualClock(), fetch=fetch, transfer_latency_s=0.0)
+    known = named(*(one for one, _, _ in fleet))
+    cached = [CachedPrefix(device, device + lower) for _, device, lower in fleet]
+    for request in asked:
+        views, _, _ = router._all_views(known)
+        weighed = router._asked(request, views, cached)
+        places = range(len(known))
+        expected = [math.fsum(router._terms(weighed, views, cached, i).values()) for i in places]
+        assert router._costs(weighed, views, cached, places) == near(expected)
+        router.place(request, known, cached)
+        router.check()
+
+
+def test_terms_of_a_placement() -> None:
+    fleet = instance("a", num_queued_tokens=500, num_running=10, num_free_blocks=50, block_size=16)
+    placement = place(CostRouter(), fleet, a=CachedPrefix(200, 400))
+    assert placement.terms == near(
+        {
+            "queue": 0.5,
+            "prefill": 0.6,
+            "load": 200 * 5e-6,
+            "delay": 0.6 * 0.02 * 10,
+            "decode": 100 * 0.01 * 0.1,
+            "memory": (1100 - 200 - 50 * 16) * 1e-3,
+        }
+    )
+    assert placement.reason == "200 tokens cached, 0.5 s ahead"
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert place(CostRouter(**ALONE), instance("a"), a=CachedPrefix(1000, 1000)).terms["prefill"] == near(
+        1e-3
+    )
+
+
+def test_a_long_prefix_is_worth_a_queue() -> None:
+    warm = CachedPrefix(900, 900)
+    for queued, expected in ((899, "b"), (901, "a")):
+        fleet = instance("a"), instance("b", num_queued_tokens=queued)
+        assert place(CostRouter(**ALONE), *fleet, b=warm).prefill == expected
+
+
+def test_a_lower_tier_is_slower_than_the_device_and_faster_than_computing() -> None:
+    fleet = instance("a"), instance("b"), instance("c")
+    router = CostRouter(**ALONE)
+    assert place(router, *fleet, b=CachedPrefix(0, 800)).prefill == "b"
+    assert place(router, *fleet, b=CachedPrefix(0, 800), c=CachedPrefix(800, 800)).prefill == "c"
+
+
+def test_a_burst_between_two_reports_is_spread() -> None:
+    clock = ManualClock(1.0)
+    router = CostRouter(clock=clock)
+    fleet = [instance(name, reported_s=0.5) for name in "abc"]
+    assert sorted(place(router, *fleet).prefill for _ in range(9)) == sorted("abc" * 3)
+    fleet[0] = instance("a", reported_s=1.5)
+    assert place(router, *fleet).prefill == "a", "its report is later than what was placed there"
+
+
+def test_a_short_memory_costs_what_must_be_computed_again() -> None:
+    small = instance("a", num_free_blocks=10, block_size=16)
+    assert place(CostRouter(), small, instance("b", num_free_blocks=100, block_size=16)).prefill == "b"
+
+
+# -- goals, tenants, sessions
+
+
+def test_a_goal_that_would_be_missed_costs_more() -> None:
+    fleet = instance("slow", step_s=0.05), instance("long", num_queued_tokens=600)
+    hurried = replace(ONE, slo_slack_s=1.2)
+    assert place(CostRouter(), *fleet).prefill == "slow"
+    assert place(CostRouter(), *fleet, request=replace(ONE, slo=SLO(tpot_s=0.02))).prefill == "long"
+    placement = place(CostRouter(), fleet[1], request=hurried)
+    assert placement.terms["late"] == near(4 * (1.6 - 1.2))
+
+
+def test_a_session_stays_all_else_equal() -> None:
+    router = CostRouter(clock=ManualClock())
+    turn = replace(ONE, session_id="s")
+    fleet = [instance(name, reported_s=1.0) for name in "ab"]
+    first = place(router, fleet[1], request=turn)
+    second = place(router, *map(replace, fleet), request=turn)
+    assert (first.prefill, second.prefill) == ("b", "b")
+    assert second.terms["affinity"] == -0.01
+
+
+def test_a_tenant_is_spread() -> None:
+    clock = ManualClock()
+    router = CostRouter(clock=clock, **ALONE)
+    mine = replace(ONE, namespace=Namespace("t"))
+    fleet = [instance(name) for name in "ab"]
+    for _ in range(3):
+        place(router, fleet[0], request=mine)
+    clock.advance(1.0)
+    fleet = [replace(one, reported_s=0.5) for one in fleet]
+    assert place(router, *fleet, request=mine).prefill == "b"
+    fleet = [replace(fleet[0], reported_s=2.0), replace(fleet[1], num_queued_tokens=2000)]
+    placement = place(router, *fleet, request=mine)
+    share = router._tenants.of("t")
+    assert placement.terms["tenant"] > 0
+    assert share.total == near(sum(share.tokens.values()))
+    assert place(router, *fleet, request=replace(ONE, namespace=Namespace("u"))).terms["tenant"] == 0
+
+
+# -- stale events, temperature
+
+
+def test_stale_instances_are_drawn_by_load() -> None:
+    """Two are drawn of those whose events are incomplete; what is cached there is not believed."""
+    clock = ManualClock(1.0)
+    router = CostRouter(clock=clock, **ALONE)
+    fleet = [instance(str(i), is_fresh=False, reported_s=2.0, num_queued_tokens=100 * i) for i in range(8)]
+    warm = [NOTHING] * 7 + [CachedPrefix(900, 900)]
+    got = {router.place(ONE, [*map(replace, fleet)], warm).prefill for _ in range(100)}
+    assert "7" not in got, "it has the most load, so it loses each draw"
+    assert len(got) > 2
+    fresh = [*map(replace, fleet), instance("f", num_queued_tokens=300)]
+    assert place(router, *fresh, f=CachedPrefix(999, 999)).prefill == "f"
+
+
+def test_a_session_is_found_where_events_are_incomplete() -> None:
+    router = CostRouter(clock=ManualClock(), **ALONE)
+    fleet = [instance(str(i), is_fresh=False, reported_s=1.0) for i in range(8)]
+    turn = replace(ONE, session_id="s")
+    first = place(router, *fleet, request=turn).prefill
+    longer = replace(turn, tokens=Tokens(range(1500)))
+    assert place(router, *map(replace, fleet), request=longer).prefill == first
+
+
+def test_temperature_spreads() -> None:
+    fleet = instance("a"), instance("b", num_queued_tokens=100)
+    counts = dict.fromkeys("ab", 0)
+    for seed in range(300):
+        router = CostRouter(temperature=0.1, seed=seed, **ALONE)
+        counts[place(router, *fleet).prefill] += 1
+    assert counts["a"] / 300 == near(1 / (1 + math.exp(-1)), abs=0.08)
+
+
+# -- learning
+
+
+def test_an_instance_that_is_slower_than_it_says_gets_less() -> None:
+    router = CostRouter(clock=ManualClock(), **ALONE)
+    fleet = [instance(name, reported_s=1.0) for name in "ab"]
+    for _ in range(40):
+        placement = place(router, *fleet)
+        router.observe(placement.prefill, {"ttft": 3.0 if placement.prefill == "a" else 1.0})
+    assert place(router, *fleet).prefill == "b"
+    assert place(router, fleet[0]).terms["prefill"] > 2.0
+
+
+def test_a_server_that_never_reports_is_counted_by_its_answers() -> None:
+    router = CostRouter(clock=ManualClock(1.0), **ALONE)
+    fleet = [ExecutionInstance(name) for name in "ab"]
+    assert [place(router, *fleet).prefill for _ in range(3)] == ["a", "b", "a"]
+    router.observe("a", {"ttft": 0.1})
+    router.observe("a", {"ttft": 0.1})
+    assert place(router, *fleet).prefill == "a"
+
+
+# -- peers
+
+
+def test_a_prefix_is_fetched_where_that_is_cheaper_than_to_compute_it() -> None:
+    busy, idle = instance("a", num_queued_tokens=2000), instance("b")
+    warm = CachedPrefix(900, 900)
+    placement = place(CostRouter(fetch=True, transfer_token_s=1e-5, **ALONE), busy, idle, a=warm)
+    assert (placement.prefill, placement.fetch_from) == ("b", "a")
+    assert placement.terms == near(
+        {"queue": 0, "fetch": 2e-3 + 900e-5, "prefill": 0.1, "delay": 0, "decode": 0}
+    )
+    dear = place(CostRouter(fetch=True, transfer_token_s=2e-3, **ALONE), busy, idle, a=warm)
+    assert (dear.prefill, dear.fetch_from) == ("b", "")
+    assert place(CostRouter(**ALONE), busy, idle, a=warm).fetch_from == ""
+
+
+# -- phases
+
+
+def apart(name: str, kind: InstanceType, **given: Any) -> ExecutionInstance:
+    return instance(name, kind=kind, **given)
+
+
+PREFILL = apart("p", InstanceType.PREFILLING)
+DECODE = apart("d", InstanceType.DECODING, num_running=20)
+
+
+def test_a_long_prompt_is_separated_and_a_short_one_is_not() -> None:
+    placement = place(CostRouter(), PREFILL, DECODE)
+    assert (placement.prefill, placement.decode, placement.is_separated) == ("p", "d", True)
+    assert placement.reason == "1000 uncached tokens"
+    assert placement.terms["transfer"] == near(2e-3 + 1000 * 5e-6)
+    short = replace(ONE, tokens=Tokens(range(100)))
+    assert place(CostRouter(), PREFILL, DECODE, request=short).prefill == "d"
+    assert place(CostRouter(), PREFILL, DECODE, d=CachedPrefix(900, 900)).prefill == "d", "cached there"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("never", False), ("always", True), ("cost", True), ({"name": "threshold", "tokens": 1001}, False)],
+)
+def test_policies(policy: Any, expected: bool) -> None:
+    assert place(CostRouter(separation=policy), PREFILL, DECODE).is_separated is expected
+
+
+def test_cost_keeps_a_request_whole_where_nobody_is_delayed() -> None:
+    idle = replace(DECODE, num_running=0)
+    busy = replace(PREFILL, num_queued_tokens=5000)
+    assert not place(CostRouter(separation="cost"), busy, idle).is_separated
+
+
+def test_adaptive_separates_while_the_time_per_token_is_missed() -> None:
+    clock = ManualClock()
+    router = CostRouter(separation="adaptive", clock=clock)
+    fleet = [apart(name, InstanceType.HYBRID) for name in "ab"]
+    goal = replace(ONE, slo=SLO(tpot_s=0.02))
+    assert not place(router, *fleet, request=goal).is_separated
+    for _ in range(40):
+        clock.advance(0.7)
+        place(router, *fleet, request=goal)
+    assert place(router, *fleet, request=goal).is_separated
+    loose = replace(ONE, slo=SLO(tpot_s=10.0))
+    assert not place(router, *fleet, request=loose).is_separated
+
+
+def test_prefill_instances_serve_alone_where_there_is_nothing_better() -> None:
+    assert place(CostRouter(), PREFILL).decode == "p"
+
+
+def test_one_instance_is_not_separated_from_itself() -> None:
+    assert not place(CostRouter(separation="always"), apart("h", InstanceType.HYBRID)).is_separated
+
+
+@pytest.mark.parametrize("separation", ["sometimes", {"tokens": 5}])
+def test_separations_that_there_are_not(separation: Any) -> None:
+    with pytest.raises(UnknownNameError, match="unknown separation"):
+        CostRouter(separation=separation)
+
+
+@pytest.mark.parametrize("options", [{"tokens": "x"}, {"_is_on": 1}, {"margin": 1.0}])
+def test_options_of_separation_that_there_are_not(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="separation 'threshold'"):
+        CostRouter(separation={"name": "threshold", **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{"late_weight": math.nan}, {"prefill_token_s": 0.0}, {"temperature": -1.0}]
+)
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CostRouter(**options)

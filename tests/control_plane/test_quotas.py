@@ -1,0 +1,92 @@
+"""Requests and tokens of tenants, against limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.control_plane.quotas import Quota, TenantQuotas
+from sagellm.core.clock import ManualClock
+from sagellm.core.errors import BookkeepingError, ConfigError
+from sagellm.core.protocols.router import RequestMetadata
+from sagellm.core.types import Namespace, Tokens
+from tests.effort import examples
+
+ONE = RequestMetadata("r", Tokens(range(100)), Namespace("t"))
+
+
+def test_tokens_come_back_with_time() -> None:
+    clock = ManualClock()
+    quotas = TenantQuotas({"t": Quota(tokens_per_s=10.0, burst_tokens=150)}, clock=clock)
+    assert quotas.limit(ONE) is None
+    quotas.start(ONE)
+    limit = quotas.limit(replace(ONE, request_id="s"))
+    assert limit is not None
+    assert (limit.never, limit.until_s) == (False, 5.0)
+    clock.advance(5.0)
+    assert quotas.limit(replace(ONE, request_id="s")) is None
+    quotas.finish("r")
+    clock.advance(5.0)
+    quotas.limit(ONE)
+    assert not quotas._usage, "a tenant that uses nothing is forgotten"
+
+
+def test_others_are_not_concerned() -> None:
+    quotas = TenantQuotas({"t": Quota(max_requests=1)}, clock=ManualClock())
+    quotas.start(ONE)
+    assert quotas.limit(replace(ONE, namespace=Namespace("u"))) is None
+
+
+def test_a_request_is_counted_once() -> None:
+    quotas = TenantQuotas({}, clock=ManualClock())
+    quotas.start(ONE)
+    with pytest.raises(BookkeepingError, match="counted already"):
+        quotas.start(ONE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_requests": 0},
+        {"tokens_per_s": 0.0},
+        {"burst_tokens": 5},
+        {"tokens_per_s": 1.0, "burst_tokens": 0},
+    ],
+)
+def test_limits_that_are_none(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Quota(**options)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("tu"), st.integers(1, 60), st.booleans(), st.floats(0, 3)), max_size=40
+    )
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_no_tenant_exceeds_its_quota(steps: list[tuple[str, int, bool, float]]) -> None:
+    clock = ManualClock()
+    quotas = TenantQuotas({"t": Quota(2, 20.0, 50)}, Quota(1), clock)
+    running: dict[str, str] = {}
+    spent: list[tuple[float, int]] = []
+    for number, (tenant, tokens, ends, seconds) in enumerate(steps):
+        clock.advance(seconds)
+        if ends and running:
+            name, _ = running.popitem()
+            quotas.finish(name)
+        request = RequestMetadata(str(number), Tokens(range(tokens)), Namespace(tenant))
+        if quotas.limit(request) is None:
+            quotas.start(request)
+            running[str(number)] = tenant
+            if tenant == "t":
+                spent.append((clock.now(), tokens))
+        quotas.check()
+        counts = list(running.values())
+        assert counts.count("t") <= 2
+        assert counts.count("u") <= 1
+        for begin_s, _ in spent:
+            assert sum(n for at_s, n in spent if at_s >= begin_s) <= 50 + 20 * (clock.now() - begin_s) + 1e-6

@@ -1,0 +1,274 @@
+"""A fleet of real processes behind one endpoint: requests, operations, the ends of processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from sagellm.core.types import SamplingParams
+from sagellm.engines.build import load_config
+from sagellm.engines.llm import LLM
+from sagellm.engines.native import DEMO_MODEL
+from sagellm.engines.native.tokenizer_of import tokenizer_of
+from tests.builders import fake_engine
+from tests.serving.fleet_processes import Fleet, running_fleet
+from tests.slow_tokens import SlowTokens
+
+SETTINGS: dict[str, Any] = {
+    "engine.backend": "tests.slow_tokens:SlowTokens",
+    "server.admin_key": "an admin key",
+    "log.level": "info",
+}
+ADMIN = {"Authorization": "Bearer an admin key"}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with running_fleet("--prefill", "1", "--decode", "2", settings=SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> LLM:
+    """What the fleet must answer."""
+    engine = fake_engine(SlowTokens(step_s=0.0), max_batched_tokens=2048)
+    tokenizer = tokenizer_of(load_config(environ={}).config, DEMO_MODEL)
+    return LLM(engine, tokenizer, model_name="m", max_model_len=4096)
+
+
+def prompt_of(number: int, length: int = 60) -> list[int]:
+    return random.Random(number).choices(range(1, 400), k=length)
+
+
+def expected(llm: LLM, tokens: list[int], max_tokens: int) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return llm.generate(tokens, params)[0].text
+
+
+def asked(fleet: Fleet, number: int, max_tokens: int = 40) -> str:
+    answer = fleet.complete(prompt_of(number), max_tokens, ignore_eos=True)
+    assert answer["status"] == 200, answer
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def test_answers_are_those_of_one_engine(fleet: Fleet, one_engine: LLM) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda number: asked(fleet, number), range(16)))
+    assert texts == [expected(one_engine, prompt_of(number), 40) for number in range(16)]
+    status = fleet.status()
+    assert {each["name"] for each in status["instances"]} == {"prefill-0", "decode-0", "decode-1"}
+    assert status["num_requests"] == 0
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_killed_instance_loses_no_request(fleet: Fleet, one_engine: LLM, name: str) -> None:
+    fleet.wait_until_healthy(20)
+    [pid] = [each["pid"] for each in fleet.status()["instances"] if each["name"] == name]
+    with ThreadPoolExecutor(6) as pool:
+        texts = [pool.submit(asked, fleet, 100 + number, 200) for number in range(6)]
+        time.sleep(0.4)
+        os.kill(pid, signal.SIGKILL)
+        found = [text.result() for text in texts]
+    assert found == [expected(one_engine, prompt_of(100 + number), 200) for number in range(6)]
+    fleet.wait_until_healthy(20)
+
+
+def test_an_instance_that_hangs_holds_up_nothing(fleet: Fleet, one_engine: LLM) -> None:
+    fleet.wait_until_healthy(20)
+    [pid] = [each["pid"] for each in fleet.status()["instances"] if each["name"] == "decode-1"]
+    with ThreadPoolExecutor(6) as pool:
+        texts = [pool.submit(asked, fleet, 200 + number, 200) for number in range(6)]
+        time.sleep(0.4)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            found = [text.result() for text in texts]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert found == [expected(one_engine, prompt_of(200 + number), 200) for number in range(6)]
+    fleet.wait_until_healthy(20)
+    assert {each["pid"] for each in fleet.status()["instances"]} >= {pid}
+
+
+def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
+    fleet.wait_until_healthy(20)
+    stop = threading.Event()
+    failures: list[str] = []
+
+    def ask_on(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            try:
+                if asked(fleet, number, 30) != expected_texts[number % 4]:
+                    failures.append("another text")
+            except AssertionError as error:
+                failures.append(str(error))
+
+    expected_texts = [expected(one_engine, prompt_of(number), 30) for number in range(4)]
+    threads = [threading.Thread(target=ask_on, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for path, body in (
+            ("drain", {"name": "decode-0"}),
+            ("resume", {"name": "decode-0"}),
+            ("restart", {"name": "decode-1"}),
+            ("scale", {"group": "decode", "count": 3}),
+            ("scale", {"group": "decode", "count": 2}),
+        ):
+            answer = httpx2.post(f"{fleet.url}/v1/admin/fleet/{path}", json=body, headers=ADMIN, timeout=60)
+            assert answer.status_code == 200, answer.text
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert {each["name"] for each in fleet.status()["instances"]} == {"prefill-0", "decode-0", "decode-1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("drain", {}, 400, "which instance"),
+        ("drain", {"name": "x"}, 404, "prefill-0"),
+        ("scale", {"group": "x", "count": 1}, 400, "prefill, decode"),
+        ("scale", {"group": "decode", "count": -1}, 400, "count"),
+    ],
+)
+def test_wrong_operations(fleet: Fleet, path: str, body: dict[str, Any], status: int, word: str) -> None:
+    answer = httpx2.post(f"{fleet.url}/v1/admin/fleet/{path}", json=body, headers=ADMIN, timeout=30)
+    assert answer.status_code == status
+    assert word in answer.text
+
+
+def test_commands(fleet: Fleet) -> None:
+    fleet.wait_until_healthy(20)
+    shown = _run("fleet", "status", "--url", fleet.url)
+    assert shown.returncode == 0
+    assert "decode-1" in shown.stdout
+    assert "ready" in shown.stdout
+    refused = _run("fleet", "drain", "decode-0", "--url", fleet.url)
+    assert refused.returncode == 2
+    assert "admin key" in refused.stderr
+    drained = _run("fleet", "drain", "decode-0", "--url", fleet.url, "--admin-key", "an admin key")
+    assert drained.returncode == 0
+    assert "drained" in drained.stdout
+    resumed = _run("fleet", "resume", "decode-0", "--url", fleet.url, "--admin-key", "an admin key", "--json")
+    assert resumed.returncode == 0
+    assert '"ready"' in resumed.stdout
+    nobody = _run("fleet", "status", "--url", "http://127.0.0.1:9")
+    assert nobody.returncode == 2
+    assert "--url" in nobody.stderr
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "sagellm", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
+    with running_fleet("--decode", "1", settings=SETTINGS) as fleet:
+        pids = list(fleet.children().values())
+        assert len(pids) == 2
+        fleet.process.kill()
+        until_s = time.monotonic() + 10
+        while any(_lives(pid) for pid in pids) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert not any(_lives(pid) for pid in pids)
+
+
+def test_the_front_is_started_again(fleet: Fleet, one_engine: LLM) -> None:
+    fleet.wait_until_healthy(20)
+    instance_pids = {each["pid"] for each in fleet.status()["instances"]}
+    [front] = [pid for pid in fleet.children().values() if pid not in instance_pids]
+    os.kill(front, signal.SIGKILL)
+    assert fleet.wait_until_healthy(20) < 20
+    assert {each["pid"] for each in fleet.status()["instances"]} == instance_pids
+    assert asked(fleet, 7) == expected(one_engine, prompt_of(7), 40)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(one_engine: LLM) -> None:
+    """`kill -9` of any process at random moments under load.
+
+    Nothing is lost but the connections of a front.
+    """
+    rng = random.Random(1)
+    with running_fleet("--prefill", "1", "--decode", "2", settings=SETTINGS) as fleet:
+        stop, answered, cut = threading.Event(), [0], [0]
+        wrong: list[object] = []
+        texts = [expected(one_engine, prompt_of(number), 60) for number in range(8)]
+
+        def ask_on(number: int) -> None:
+            while not stop.is_set():
+                try:
+                    answer = fleet.complete(prompt_of(number), 60, ignore_eos=True)
+                except httpx2.HTTPError:
+                    cut[0] += 1  # the front was killed: its connections end
+                    continue
+                if answer["status"] != 200 or answer["choices"][0]["text"] != texts[number]:
+                    wrong.append(answer)
+                answered[0] += 1
+
+        threads = [threading.Thread(target=ask_on, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        recoveries, num_front = [], 0
+        try:
+            for _ in range(100):
+                time.sleep(rng.uniform(0.0, 0.6))
+                pids = sorted(fleet.children().values())
+                instances = {each["pid"] for each in fleet.status()["instances"]}
+                pid = rng.choice(pids)
+                num_front += pid not in instances
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+                recoveries.append(fleet.wait_until_healthy(30))
+                print(f"{len(recoveries)}: {recoveries[-1]:.2f} s", flush=True)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not wrong
+        assert cut[0] <= 8 * num_front
+        blocks = [each["kv_cache_usage"] for each in _settled(fleet)["instances"]]
+        assert blocks == [0.0] * 3
+        print(
+            f"{answered[0]} answers, {cut[0]} connections of {num_front} fronts; healthy after "
+            f"{max(recoveries):.1f} s at most, {sorted(recoveries)[50]:.1f} s in the median"
+        )
+        assert max(recoveries) < 5.0
+
+
+def _settled(fleet: Fleet) -> dict[str, Any]:
+    until_s = time.monotonic() + 10
+    while True:
+        status = fleet.status()
+        if not any(each["kv_cache_usage"] for each in status["instances"]) or time.monotonic() > until_s:
+            return status
+        time.sleep(0.1)
