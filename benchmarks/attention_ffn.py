@@ -1,4 +1,4 @@
-"""Decode on devices that have whole layers, beside attention and FFN on devices of their own (simulated).
+"""Decode steps with attention and FFN on different devices, simulated, beside whole layers.
 
     python benchmarks/attention_ffn.py --out FILE
 
@@ -42,7 +42,7 @@ MEMORY_SHARE, MOST_ROWS = 0.9, 4096
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a layout reaches: `rows` in each of `groups`, tokens per second, and the devices of each kind."""
+    """A layout at its limit. Each of its `groups` has so many `rows`; `devices` are counted by name."""
 
     text: str
     groups: int
@@ -132,8 +132,8 @@ def compared(asked: argparse.Namespace, latency_s: float) -> Iterator[dict[str, 
             yield {
                 "model": name, "attention": pair[0], "ffn": pair[1], "context": context, "limit_s": limit_s,
                 "latency_s": latency_s,
-                "whole": {kind: one and described(one) for kind, one in whole.items()},
-                "tensor": {kind: one and described(one) for kind, one in tensor.items()},
+                "whole": {kind: best_of and described(best_of) for kind, best_of in whole.items()},
+                "tensor": {kind: best_of and described(best_of) for kind, best_of in tensor.items()},
                 "separated": best and described(best),
                 "gain": None if best is None else rounded(gain(best, whole)),
                 "gain_over_tensor": None if best is None else rounded(gain(best, tensor)),

@@ -423,7 +423,7 @@ class NativeBackend:
 
 
 class Choices(NamedTuple):
-    """What is chosen before weights are loaded: torch's threads, kernels, kernels to measure, the loader."""
+    """What is chosen before weights are loaded. `threads` are torch's; `measured` are kernels on one."""
 
     threads: int
     kernels: KernelSet

@@ -115,7 +115,10 @@ class FeedForwardCompute:
         self._rows_of = row_look_up(kernels, dtype)
 
     def __call__(self, own: FeedForward, seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the layer adds to the stream `x` [T, hidden]; `seen` [T, hidden] is its norm."""
+        """The output [T, hidden] of a layer's MLP or experts.
+
+        `seen` [T, hidden] is the norm of the stream `x` [T, hidden], or in some models the stream.
+        """
         mlp = own.mlp
         delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen, seen)
         return delta if own.beside is None else self._with_experts(own.beside, delta, x)

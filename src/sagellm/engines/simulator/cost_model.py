@@ -85,7 +85,10 @@ class Coefficients:
 
 
 def overlapped_s(exponent: float, read_s: Number | float, multiply_s: Number) -> Number:
-    """Seconds of reading and multiplying together: 1 is one after the other, infinity perfect overlap."""
+    """Seconds of reading and multiplying together.
+
+    By exponent: 1 is one after the other, infinity perfect overlap.
+    """
     joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
     return joined
 

@@ -140,6 +140,6 @@ def turns_s(
 
 
 def whole_cost(cost: CostModel, num_rows: float, context: float) -> float:
-    """Seconds of a decode step on devices that have whole layers, of `num_rows` rows in each group."""
+    """Seconds of a decode step where devices have whole layers. Each group has `num_rows` rows."""
     all_rows = num_rows * cost.data_parallel
     return cost.compute_s(num_rows, num_rows * context, 0.0, 0.0, 0.0, 0.0, all_rows)

@@ -1,4 +1,4 @@
-"""`AttentionModel`: attention, embedding and head of a model whose MLPs and experts are on other ranks.
+"""`AttentionModel`: a model whose MLPs and experts are on other ranks.
 
 In each layer the hidden states go to the FFN ranks and come back. Of two micro-batches one attends while the
 other one's MLP is computed (MegaScale-Infer: Zhu et al. 2025, arXiv:2504.02263; Step-3: Wang et al. 2025,
@@ -48,7 +48,10 @@ class AttentionModel(DecoderModel):
         return self.hidden_of([step], kv)
 
     def hidden_of(self, steps: Sequence[StepInputs], kv: PagedKV) -> torch.Tensor:
-        """The head's input for the sampled rows of micro-batches that take turns, one behind the other."""
+        """The head's input for the sampled rows of micro-batches, which take turns.
+
+        Those of one batch follow those of another.
+        """
         self._ffn.begin(steps)
         batches = [self._batch(self._embedded(step), step, kv) for step in steps]
         deltas: dict[int, torch.Tensor] = {}
@@ -64,7 +67,7 @@ class AttentionModel(DecoderModel):
 
 
 class _Exchange(NamedTuple):
-    """What is under way to the FFN ranks, and back: one part for each of them."""
+    """What is under way to the FFN ranks and back. Each of them gives a part of `delta`."""
 
     works: list[Work]
     parts: torch.Tensor
@@ -125,9 +128,9 @@ class FfnLink:
 
 
 def micro_batches(plan: ExecutionPlan, fewest: int) -> list[ExecutionPlan]:
-    """The rows of a plan in two parts of at least `fewest` tokens; the plan itself where there are none.
+    """Two parts of a plan with at least `fewest` tokens, or the plan alone.
 
-    A chunk or a chain is not cut. The rows of the parts follow each other as in the plan.
+    They have its rows, in its order. A chunk or a chain is not cut.
     """
     longer = {row: len(token_ids) for row, token_ids in plan.chains}
     sizes = [1 + longer.get(row, 0) for row in plan.decode_rows] + [op.num_tokens for op in plan.prefills]

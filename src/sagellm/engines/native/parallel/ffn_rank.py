@@ -1,4 +1,4 @@
-"""`FfnRank`: the MLPs and experts of a model, or a part of them, for the rank that attends.
+"""`FfnRank`: computes MLPs and experts, or a part of them, for another rank.
 
 It knows no requests and no KV. A step is announced by the numbers of rows of its micro-batches; then their
 hidden states come and go, layer by layer.
@@ -76,7 +76,7 @@ class FfnRank:
                 self._through_layers(list(zip(sizes[::2], sizes[1::2], strict=True)))
 
     def _repeat(self, num_rows: int) -> None:
-        """Compute a decode step of so many rows, by its recording if there is one."""
+        """Compute a decode step of so many rows. Its kernels are recorded when it first comes."""
         replay, work = self._replays.get(num_rows), partial(self._through_layers, [(num_rows, num_rows)])
         if replay is not None:
             replay()

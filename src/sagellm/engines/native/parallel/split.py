@@ -191,7 +191,7 @@ class Split:
                 yield replace(parameter, name=f"layers.{layer - first}.{rest}")
 
     def _separated(self, plan: Sequence[Parameter], spec: ModelSpec) -> Iterator[Parameter]:
-        """The parameters of attention and the ends of the model, or a part of those of MLPs and experts."""
+        """This rank's parameters: all but MLPs and experts, or a part of these."""
         for parameter in plan:
             layer, rest = _layer_of(parameter.name)
             is_ffn = layer is not None and rest.partition(".")[0] in _OF_FFN
@@ -278,7 +278,7 @@ def check_stored(quantization: Quantization, split: Split) -> None:
 
 
 def _family_obstacle(spec: ModelSpec, key: str) -> str:
-    """Why no number of ranks above 1 divides such a model; empty if one may."""
+    """Why no number above 1 divides such a model; empty if one may."""
     if key == "ffn":
         return "the sums of experts and of MLPs are normed one by one" if spec.has_experts_beside else ""
     if spec.recurrent is not None or spec.output_gate:
