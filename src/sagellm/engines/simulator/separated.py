@@ -92,7 +92,8 @@ class SeparatedCost:
         if not model.num_experts:
             return linear_s + self._sum_s(device, rows, self.num_ffn)
         expert_params = model.expert_params / model.num_layers / self.num_ffn
-        met = model.num_experts * (1.0 - (1.0 - model.experts_per_token / model.num_experts) ** rows)
+        missed: float = (1.0 - model.experts_per_token / model.num_experts) ** rows
+        met = model.num_experts * (1.0 - missed)
         read_s = expert_params * model.itemsize * met / (device.bandwidth * reached.expert_bandwidth)
         flops = 2 * model.experts_per_token * expert_params * rows
         multiply_s = flops / (device.peak_flops(model.dtype) * reached.expert_compute)

@@ -173,7 +173,7 @@ def test_scored_prompts_are_one_batch(models: Path) -> None:
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
 
 
-def test_a_failure_within_a_step_ends_the_engine(models: Path) -> None:
+def test_a_failure_within_a_step_ends_the_engine(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The FFN rank waits for what never comes, until the first rank has left."""
 
     def fail(*_: object) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_a_failure_within_a_step_ends_the_engine(models: Path) -> None:
             driver.add([5, 6, 7], 4)
             driver.step()
             assert isinstance(backend._model, AttentionModel)
-            backend._model._attention = fail  # type: ignore[method-assign]
+            monkeypatch.setattr(backend._model, "_attention", fail)
             with pytest.raises(EngineFailedError, match="rank 0 failed: a bug"):
                 driver.step()
 
