@@ -23,6 +23,7 @@ from sagellm.comm.topology.manager import SystemTopology, read_recorded
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.core.native_code import cache_folder
 from sagellm.engines.native.footprint import footprint
+from sagellm.engines.native.parallel.split import Split
 from tests.accel.quantization.checkpoints import KINDS
 from tests.comm.interconnect.emulated_vendor import FREE_BYTES, NUM_DEVICES, EmulatedVendor
 from tests.comm.topology.recorded import gpus, spaced_matrix
@@ -357,3 +358,12 @@ def test_several_devices_get_a_division(
     result = cli("doctor", "--port", "0", "--device", "cpu", "--max-model-len", "64")
     assert result.exit_code == 0, result.stdout
     assert said in result.stdout
+
+
+def test_the_weights_of_each_rank_are_told(cli: Any, model: Path) -> None:
+    result = cli("doctor", "--port", "0", "--set", "parallel.ffn=2")
+    assert result.exit_code == 0, result.stdout
+    parts = [footprint(model, split=Split(rank, ffn=2)).weight_bytes for rank in range(3)]
+    assert f"rank 0, attention and all KV: weights of {as_text(parts[0])}" in result.stdout
+    assert f"rank 2, MLPs and experts: weights of {as_text(parts[2])}" in result.stdout
+    assert sum(parts) == footprint(model).weight_bytes

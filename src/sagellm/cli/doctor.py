@@ -143,7 +143,7 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
     """
     from sagellm.engines.build import build_passes
     from sagellm.engines.build_kv import build_kv, check_tiers
-    from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
+    from sagellm.engines.native.from_config import model_footprint, num_pool_blocks, weight_bytes_of_ranks
     from sagellm.engines.native.hub import is_cached
     from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 
@@ -160,6 +160,11 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
     try:
         size = model_footprint(config)
         _print_size(shown, size)
+        if config.parallel.ffn:
+            first, *others = weight_bytes_of_ranks(config)
+            print(f"    rank 0, attention and all KV: weights of {as_text(first)}")
+            for rank, num_bytes in enumerate(others, start=1):
+                print(f"    rank {rank}, MLPs and experts: weights of {as_text(num_bytes)}")
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
         build_kv(config.kv, blocks)  # for what they refuse: names and options of plug-ins
         check_kv_folder(config.kv)

@@ -229,7 +229,13 @@ class ParallelConfig(Section):
     tensor: int = key(1, "ranks that share each layer, by heads and columns of MLPs", ge=1, le=64)
     pipeline: int = key(1, "ranks to which layers are dealt", ge=1, le=64)
     whole_experts: bool = key(
-        False, "with tensor: each rank has some experts whole; off: a part of every expert"
+        False, "with tensor or ffn: each rank has some experts whole; off: a part of every expert"
+    )
+    ffn: int = key(
+        0, "ranks that compute MLPs and experts for a first one, which has attention and all KV", ge=0, le=64
+    )
+    micro_batch_tokens: Positive = key(
+        64, "with ffn: a step is cut in two parts that take turns, if both have so many tokens"
     )
     backend: Word | None = key(
         None,
@@ -242,7 +248,7 @@ class ParallelConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline + self.ffn
 
 
 class ServerConfig(Section):

@@ -89,7 +89,7 @@ def build_backend(
     if config.parallel.num_ranks > 1 and name != "native":
         raise ConfigError(
             f"parallel.*: engine.backend {name!r} runs on one rank: set parallel.tensor and "
-            "parallel.pipeline to 1, or engine.backend to native"
+            "parallel.pipeline to 1 and parallel.ffn to 0, or engine.backend to native"
         )
     sections = (config.model, config.kv, config.scheduler, config.engine)
     settings = {setting for section in sections for setting in type(section).model_fields}

@@ -15,7 +15,8 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
-from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel, Mlp
+from sagellm.engines.native.feed_forward import Mlp
+from sagellm.engines.native.model import Attention, DecoderLayer, DecoderModel
 from sagellm.engines.native.sampler import ScoredPrompt
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -29,8 +30,9 @@ def attention_of(layer: DecoderLayer) -> Attention:
 
 def mlp_of(layer: DecoderLayer) -> Mlp:
     """The MLP of a layer without experts."""
-    assert isinstance(layer.mlp, Mlp)
-    return layer.mlp
+    assert layer.feed_forward is not None
+    assert isinstance(layer.feed_forward.mlp, Mlp)
+    return layer.feed_forward.mlp
 
 
 class RecordingBackend(NativeBackend):

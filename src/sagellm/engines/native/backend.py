@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -44,7 +44,6 @@ from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.token_copies import TokenCopier
-from sagellm.engines.native.weights import num_parameters
 
 if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
@@ -83,7 +82,8 @@ class NativeBackend:
     `host_memory_bytes` are left to a tier in host memory. `measure_prefill`: start-up measures how long a
     prompt takes.
 
-    `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use.
+    `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use. Of
+    several ranks each has as many, of both its part.
     `progress(bytes_done, bytes_total)` is called while weights are loaded.
 
     On a CPU `kernels` provides kernels that are measured against torch. Where they are faster, matrices stay
@@ -121,20 +121,18 @@ class NativeBackend:
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        split, decide = (ranks.split, ranks.decide) if ranks is not None else (None, alone)
-        sharing = 1 if ranks is None else ranks.split.num_ranks
+        split = None if ranks is None else ranks.split
+        sharing = 1 if split is None else split.num_kv_ranks
         source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
         check_chunks(spec.kv_windows, block_size)
-        num_weights = num_parameters(source.plan)
-        threads = threads or suitable_threads(num_weights, sharing)
         self._torch_threads = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels, decide)
-        recording = capture(self._device) if capture and kernel_set.attention else None
-        with _memory_errors(self._device):
-            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
+        with memory_errors(self._device):
+            threads, kernel_set, measured_set, loader = choose(
+                source, threads, kernels, cuda_kernels, dtype, compute_dtype, ranks
+            )
+            recording = capture(self._device) if capture and kernel_set.attention else None
             self._model, self._schema = self._load(
                 source, loader, progress, kernel_set, block_size, split_kv, ranks
             )
@@ -157,8 +155,9 @@ class NativeBackend:
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             chunk_threads = threads if self._packed else None
             self._planner = attention_planner(
-                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads, decide=decide
-            )
+                self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads,
+                decide=alone if ranks is None or sharing == 1 else ranks.decide,
+            )  # fmt: skip
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed:
             torch.set_num_threads(1)
@@ -167,7 +166,7 @@ class NativeBackend:
         lengths = (self._max_model_len, blocks, block_size)
         self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
         self._kept: defaultdict[int, list[KeptPart]] = defaultdict(list)
-        self._measure_prefill(num_weights, prefill=measure_prefill)
+        self._measure_prefill(source.num_weights // sharing, prefill=measure_prefill)
 
     def _measure_prefill(self, num_weights: int, *, prefill: bool) -> None:
         """Measure what it costs to compute KV again.
@@ -297,7 +296,7 @@ class NativeBackend:
         the model has recurrent states, they must join again.
         """
         states = self._kv.states
-        with _memory_errors(self._device), self._current_device():
+        with memory_errors(self._device), self._current_device():
             self._begin(plan)
             self._kv.copy_blocks(plan.copies)
             if not plan.num_tokens:
@@ -399,7 +398,7 @@ class NativeBackend:
         blocks, so no request may be running. Leaves no row behind.
         """
         plan = self._lone_prompt(Tokens(prompt))
-        with _memory_errors(self._device):
+        with memory_errors(self._device):
             self._begin(plan)
             logits = self._logits(plan)[0]
             self._rows.apply(ExecutionPlan(0, left=(0,)), self._device)
@@ -421,6 +420,28 @@ class NativeBackend:
         """Free weights and KV, and restore torch's threads. The last call of a backend."""
         torch.set_num_threads(self._torch_threads)
         del self._model, self._kv, self._planner, self._rows, self._steps
+
+
+class Choices(NamedTuple):
+    """What is chosen before weights are loaded. `threads` are torch's; `measured` are kernels on one."""
+
+    threads: int
+    kernels: KernelSet
+    measured: KernelSet
+    loader: WeightLoader
+
+
+def choose(
+    source: CheckedModel, threads: int | None, kernels: KernelSource | None,
+    cuda_kernels: Callable[[], KernelSet] | None, dtype: str, compute_dtype: str, ranks: Ranks | None,
+) -> Choices:  # fmt: skip
+    """What `NativeBackend` and `FfnRank` choose. Of several ranks the first does it for all of them."""
+    decide, sharing = (alone, 1) if ranks is None else (ranks.decide, ranks.split.num_ranks)
+    threads = threads or decide(lambda: suitable_threads(source.num_weights, sharing))
+    torch.set_num_threads(threads)
+    kernel_set, measured_set = _kernels(source.device, threads, kernels, cuda_kernels, decide)
+    loader = source.loader(dtype, compute_dtype, kernel_set, measured_set, decide)
+    return Choices(threads, kernel_set, measured_set, loader)
 
 
 def _kernels(
@@ -445,16 +466,16 @@ def _kernels(
 
 
 def suitable_threads(num_parameters: int, sharing: int = 1) -> int:
-    """One thread per 8 M parameters, at most one per core. Of the cores `sharing` ranks have equal parts.
+    """One thread per 8 M parameters, at most one per core. `sharing` ranks have equal parts of both.
 
     In a small model parallel regions are so short that waiting for the last thread costs more than it saves,
     many times more on a machine with other work.
     """
-    return max(1, min(usable_cores() // sharing, num_parameters // PARAMETERS_PER_THREAD))
+    return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD) // sharing)
 
 
 @contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
+def memory_errors(device: torch.device) -> Iterator[None]:
     """Turn torch's out-of-memory errors into `CapacityError`. On a CPU torch has no class for them, only a
     text.
     """

@@ -21,6 +21,7 @@ from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.matrices import packed
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import dtype_name
+from sagellm.engines.native.parallel.split import Split
 from sagellm.engines.native.recurrent.states import state_bytes
 from sagellm.engines.native.weights import EMBEDDING, LAYER_TABLE, Parameter, num_parameters
 
@@ -68,19 +69,19 @@ def footprint(
     model: str | Path, *, device: str = "cpu", dtype: str = "auto", max_model_len: int | None = None,
     kernels: KernelSource | None = None, quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None, split_kv: bool = True, implementation: str = "auto",
+    split: Split | None = None,
 ) -> Footprint:  # fmt: skip
     """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
-    same errors for a model that cannot be served.
+    same errors for a model that cannot be served. With `split` it is that of one rank.
     """
-    source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation)
+    source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
     spec, plan, quantization = source.spec, source.plan, source.quantization
     kernel_set = kernels(1) if kernels and source.device.type == "cpu" else KernelSet()
     loading = source.loader(dtype, "auto", kernel_set, kernel_set)
+    held = list(plan)
     if quantization.quantizer is not None and spec.tied:  # the tied head is one more matrix
-        [embedding] = (parameter for parameter in plan if parameter.name == EMBEDDING)
-        held = [*plan, replace(embedding, name="head.weight")]
-    else:
-        held = list(plan)
+        tables = [parameter for parameter in plan if parameter.name == EMBEDDING]
+        held += [replace(table, name="head.weight") for table in tables]
     on_meta = replace(loading, device=torch.device("meta"))
     weight_bytes, codes, obstacle = 0, set[CodeFormat](), ""
     for parameter in held:

@@ -149,6 +149,24 @@ def model_footprint(config: Config) -> Footprint:
     return size
 
 
+def weight_bytes_of_ranks(config: Config) -> list[int]:
+    """Bytes of the weights of each rank, the first one first, with `parallel.ffn`. Loads nothing."""
+    from sagellm.engines.native.parallel.start import split_of
+
+    first, model = split_of(config.parallel), config.model
+    parts = (
+        footprint(
+            model_source(config),
+            device=model.device,
+            max_model_len=model.max_model_len,
+            split=first.with_rank(rank),
+            **_held_as(config),
+        )
+        for rank in range(first.num_ranks)
+    )
+    return [part.weight_bytes for part in parts]
+
+
 def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
     """Blocks of the pool. `free_bytes` are those before a model of that size is loaded.
 

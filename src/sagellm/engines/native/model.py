@@ -7,22 +7,22 @@ are no torch modules: a layer is a record of tensors, and `ModelSpec` has what d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import KernelSet, Matrix, Scores
+from sagellm.core.protocols.fusion import KernelSet, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import by_held, clamped_swiglu, combine, route, row_weights, scaled
+from sagellm.engines.native.feed_forward import ACTIVATION_OF, FeedForward, FeedForwardCompute, row_look_up
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.layer_inputs import LayerInput, LayerInputs
+from sagellm.engines.native.layer_parts import Linear, NormWeights, normed
 from sagellm.engines.native.layer_spec import LayerShape
 from sagellm.engines.native.loading import ModelWeights
-from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
 from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
@@ -32,17 +32,6 @@ from sagellm.engines.native.recurrent.states import RecurrentRows
 from sagellm.engines.native.recurrent_spec import MambaSpec
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 from sagellm.engines.native.usable_kernels import usable_glue
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-}
 
 NO_KERNELS = KernelSet()
 Fresh = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -67,72 +56,25 @@ class StepInputs:
     recurrent: RecurrentRows | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A projection: a matrix and optionally a bias. With `ranks` it is their sum: each has some inputs."""
-
-    matrix: Matrix
-    bias: torch.Tensor | None
-    ranks: TensorRanks | None = None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, in] to [T, out]; strides are those of the matrix product."""
-        product: torch.Tensor = self.matrix.multiply(x, self.bias)
-        return product if self.ranks is None else self.ranks.summed(product)
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeights:
-    """The scale and shift of a norm; both None: not affine."""
-
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """A dense MLP. Gate over up are fused in a gated one's `up`."""
-
-    up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """A mixture of experts, and the matrix that chooses among them.
-
-    `correction` is added to scores for the choice. `up` and `down` are stacks of the experts' matrices;
-    `shared` computes all tokens, and `shared_gate` weighs it. `counts` are rows of each expert since the
-    model was loaded.
-    """
-
-    router: Linear
-    correction: torch.Tensor | None
-    up: Linear
-    down: Linear
-    shared: Mlp | None
-    shared_gate: Linear | None
-    counts: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Experts beside a layer's MLP, and the norms of both.
-
-    Both get the stream: `mixture` by `norm`, its router by `router_norm`. The weights of experts are
-    multiplied by `expert_scale` [count].
-    """
-
-    mixture: Mixture
-    expert_scale: torch.Tensor
-    router_norm: NormWeights
-    norm: NormWeights
-    out_norm: NormWeights
-    mlp_out_norm: NormWeights
-
-
 Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
 """The residual stream [T, hidden], what is still to be added to it, and the norm of that, if any."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of a step on their way through the layers.
+
+    `angles` are those of each RoPE. Queries of layers without RoPE are multiplied by `factors` [T, 1, 1].
+    `inputs` [T, layers, width] are layers' own inputs. `fresh` has new K and V that later layers use too.
+    """
+
+    step: StepInputs
+    kv: PagedKV
+    stream: Stream
+    angles: Sequence[Angles]
+    factors: torch.Tensor | None
+    inputs: torch.Tensor | None
+    fresh: Fresh = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +103,16 @@ class Attention:
 class DecoderLayer:
     """Weights of one decoder layer: a mixer of tokens, and an MLP.
 
-    Behind them the layer may add an input of its own, and multiply the stream by `scale` [1].
+    Behind them the layer may add an input of its own, and multiply the stream by `scale` [1]. The MLP,
+    `feed_forward`, is None where other ranks have it.
     """
 
     attn_norm: NormWeights
     mixer: Attention | RecurrentLayer
     attn_out_norm: NormWeights
     mlp_norm: NormWeights
-    mlp: Mlp | Mixture
+    feed_forward: FeedForward | None
     mlp_out_norm: NormWeights
-    beside: Beside | None
     input: LayerInput | None
     input_norm: NormWeights
     scale: torch.Tensor | None
@@ -196,15 +138,12 @@ class DecoderModel:
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
         self._kernels = usable_glue(kernels, spec, dtype, device)
         glue = self._kernels
-        make = partial(_layer, spec, weights, self.kinds, ropes, glue, ranks)
+        make = partial(_layer, spec, weights, self.kinds, ropes, glue, device, ranks)
         self._layers = [make(i) for i in range(spec.num_layers)]
-        self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
+        self._final_norm = NormWeights.of(weights, "final_norm", spec.norm_offset, spec.logit_scale)
         self._head = weights.matrices.get("head")
-        self._activation = _ACTIVATIONS[spec.activation]
-        linear = kernels.linear
-        self._rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
-        self._ropes = [RopeTable(rope, device, dtype, self._rows_of) for rope in ropes]
-        self._gate = self._kernels.silu_and_mul or self._kernels.gelu_and_mul
+        self._ropes = [RopeTable(rope, device, dtype, row_look_up(kernels, dtype)) for rope in ropes]
+        self._feed_forward = FeedForwardCompute(spec, glue, dtype, ranks)
         self._inputs = _layer_inputs(spec, weights)
         mixers = (own.mixer for own in self._layers)
         self._shared_kv = {m.kv_layer for m in mixers if isinstance(m, Attention) and not m.has_kv}
@@ -224,8 +163,8 @@ class DecoderModel:
 
         Padding of recorded steps is counted too.
         """
-        parts = {i: own.beside.mixture if own.beside else own.mlp for i, own in enumerate(self._layers)}
-        mixtures = {i: part for i, part in parts.items() if isinstance(part, Mixture)}
+        parts = {i: own.feed_forward for i, own in enumerate(self._layers) if own.feed_forward is not None}
+        mixtures = {i: part.mixture for i, part in parts.items() if part.mixture is not None}
         if not mixtures:
             return {}
         counts = torch.stack([mixture.counts for mixture in mixtures.values()]).tolist()
@@ -263,32 +202,51 @@ class DecoderModel:
 
     def _through_layers(self, x: torch.Tensor, step: StepInputs, kv: PagedKV) -> Stream:
         """The stream behind the last layer, of the sampled rows, from `x` [T, hidden]."""
-        stream: Stream = x, None, None
+        batch = self._batch(x, step, kv)
+        for i, layer in enumerate(self._layers):
+            seen = self._attended(i, batch)
+            assert layer.feed_forward is not None
+            self._add(i, batch, self._feed_forward(layer.feed_forward, seen, batch.stream[0]))
+        return batch.stream
+
+    def _batch(self, x: torch.Tensor, step: StepInputs, kv: PagedKV) -> Batch:
+        """The rows of a step before the first layer, from `x` [T, hidden]."""
         angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
-        inputs = None if self._inputs is None else self._inputs.of(step.tokens, stream[0])
+        inputs = None if self._inputs is None else self._inputs.of(step.tokens, x)
         temperature = self.spec.temperature
         factors: torch.Tensor | None = None
         if temperature is not None:
             factors = temperature.of(step.positions, step.max_position, self._dtype)
-        last, fresh = len(self._layers) - 1, Fresh()
-        for i, layer in enumerate(self._layers):
-            seen = self._sublayer_input(stream, layer.attn_norm)
-            if isinstance(layer.mixer, RecurrentLayer):
-                assert step.recurrent is not None
-                assert kv.states is not None
-                mixed = layer.mixer(seen, step.recurrent, kv.states.of(i))
-            else:
-                turns = [*angles, None][layer.mixer.rope]
-                own_factors = factors if turns is None else None
-                mixed = self._attention(layer.mixer, seen, step, kv, turns, fresh, own_factors)
-            stream = self._sublayer_output(stream[0], mixed, layer.attn_norm, layer.attn_out_norm)
-            if i == last and step.sampled is not None:
-                x, delta, weight = stream
-                stream = x[step.sampled], None if delta is None else delta[step.sampled], weight
-                inputs = None if inputs is None else inputs[step.sampled]
-            stream = self._mlp(layer, stream)
-            stream = self._end(layer, stream, None if inputs is None else inputs[:, i])
-        return stream
+        return Batch(step, kv, (x, None, None), angles, factors, inputs)
+
+    def _attended(self, index: int, batch: Batch) -> torch.Tensor:
+        """Let a layer attend. Returns the input [T, hidden] of its MLP, in the last layer [S, hidden]."""
+        layer, step, stream = self._layers[index], batch.step, batch.stream
+        seen = self._sublayer_input(stream, layer.attn_norm)
+        if isinstance(layer.mixer, RecurrentLayer):
+            assert step.recurrent is not None
+            assert batch.kv.states is not None
+            mixed = layer.mixer(seen, step.recurrent, batch.kv.states.of(index))
+        else:
+            mixed = self._attention(layer.mixer, seen, batch)
+        stream = self._sublayer_output(stream[0], mixed, layer.attn_norm, layer.attn_out_norm)
+        if index == len(self._layers) - 1 and step.sampled is not None:
+            x, delta, weight = stream
+            stream = x[step.sampled], None if delta is None else delta[step.sampled], weight
+            batch.inputs = None if batch.inputs is None else batch.inputs[step.sampled]
+        batch.stream = stream
+        return self._sublayer_input(stream, layer.mlp_norm)
+
+    def _add(self, index: int, batch: Batch, delta: torch.Tensor) -> None:
+        """Add the output of a layer's MLP, and what follows it, to the stream."""
+        layer = self._layers[index]
+        stream = self._sublayer_output(batch.stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
+        if layer.input is not None and batch.inputs is not None:
+            x = self._add_norm(stream, None)
+            stream = x, layer.input(x, batch.inputs[:, index]), layer.input_norm
+        if layer.scale is not None:
+            stream = self._add_norm(stream, None).mul_(layer.scale), None, None
+        batch.stream = stream
 
     def _normed(self, stream: Stream) -> torch.Tensor:
         x = self._add_norm(stream, self._final_norm if self.spec.final_norm else None)
@@ -323,15 +281,11 @@ class DecoderModel:
             x = x + F.embedding(step.positions + self.spec.position_offset, self._positions)
         return x
 
-    def _attention(
-        self, own: Attention, x: torch.Tensor, step: StepInputs, kv: PagedKV, angles: Angles | None,
-        fresh: Fresh, factors: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The output [T, hidden] of attention over `x` [T, hidden].
-
-        Queries are multiplied by `factors` [T, 1, 1].
-        """
-        spec, qkv, plan, slots = self.spec, own.qkv(x), step.attention[own.kind], step.slots[own.kind[0]]
+    def _attention(self, own: Attention, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The output [T, hidden] of attention over `x` [T, hidden]."""
+        spec, step, kv = self.spec, batch.step, batch.kv
+        qkv, plan, slots = own.qkv(x), step.attention[own.kind], step.slots[own.kind[0]]
+        angles = None if own.rope < 0 else batch.angles[own.rope]
         if own.latent is not None:
             assert angles is not None
             mixed = own.latent.attend(plan, kv, own.kv_layer, qkv, slots, angles, own.scores)
@@ -342,65 +296,13 @@ class DecoderModel:
         if own.has_kv:
             query, key, value = torch.split(heads, [spec.num_heads, *[own.shape.num_kv_heads] * 2], dim=1)
             if own.kv_layer in self._shared_kv:
-                fresh[own.kv_layer] = key, value
+                batch.fresh[own.kv_layer] = key, value
         else:
-            query, (key, value) = heads, fresh[own.kv_layer]
-        query = query if factors is None else query * factors
+            query, (key, value) = heads, batch.fresh[own.kv_layer]
+        if angles is None and batch.factors is not None:
+            query = query * batch.factors
         mixed = attend(plan, kv, own.kv_layer, query, key, value, own.scores).flatten(1)
         return own.output(mixed * gate.sigmoid() if own.gate_size else mixed)
-
-    def _mlp(self, layer: DecoderLayer, stream: Stream) -> Stream:
-        seen, mlp = self._sublayer_input(stream, layer.mlp_norm), layer.mlp
-        delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen, seen)
-        if layer.beside is not None:
-            delta = self._with_experts(layer.beside, delta, stream[0])
-        return self._sublayer_output(stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
-
-    def _end(self, layer: DecoderLayer, stream: Stream, given: torch.Tensor | None) -> Stream:
-        """Add the layer's own input, made of `given` [T, width]; scale the stream."""
-        if layer.input is not None and given is not None:
-            x = self._add_norm(stream, None)
-            stream = x, layer.input(x, given), layer.input_norm
-        if layer.scale is not None:
-            stream = self._add_norm(stream, None).mul_(layer.scale), None, None
-        return stream
-
-    def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
-        return mlp.down(self._activated(mlp.up(x)))
-
-    def _with_experts(self, own: Beside, delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """An MLP's output with that of the experts beside it, of the stream `x`."""
-        seen, routed = self._norm(x, own.norm), self._norm(x, own.router_norm)
-        mixed = self._mixture(own.mixture, seen, routed, own.expert_scale)
-        return self._norm(delta, own.mlp_out_norm) + self._norm(mixed, own.out_norm)
-
-    def _mixture(
-        self, mlp: Mixture, x: torch.Tensor, routed: torch.Tensor, expert_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The output of experts over `x`; `routed` is the router's input."""
-        spec = self.spec.experts
-        assert spec is not None
-        logits = x.new_empty(len(x), spec.count, dtype=self._wide)
-        mlp.router.matrix.multiply(routed, mlp.router.bias, logits)
-        by_kernel = self._kernels.route, self._kernels.combine
-        routes = (by_kernel[0].apply if by_kernel[0] else route)(logits, mlp.correction, spec, mlp.counts)
-        if expert_scale is not None:
-            routes = scaled(routes, expert_scale)
-        rows = self._rows_of(x, routes.tokens, x.dtype)
-        if spec.weighs_input:
-            weights, routes = row_weights(routes)
-            rows = rows * weights.to(rows.dtype)
-        outputs = by_held(spec, rows, routes.starts, partial(self._by_experts, mlp))
-        shared = None if mlp.shared is None else self._dense(mlp.shared, x)
-        if shared is not None and mlp.shared_gate is not None:
-            shared = shared * mlp.shared_gate(x).sigmoid()
-        mixed: torch.Tensor = (by_kernel[1].apply if by_kernel[1] else combine)(outputs, routes, shared)
-        return mixed if self._ranks is None else self._ranks.summed(mixed)
-
-    def _by_experts(self, mlp: Mixture, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        inner = self._activated(mlp.up.matrix.multiply_grouped(rows, starts, mlp.up.bias))
-        outputs: torch.Tensor = mlp.down.matrix.multiply_grouped(inner, starts, mlp.down.bias)
-        return outputs
 
     def _sublayer_input(self, stream: Stream, norm: NormWeights) -> torch.Tensor:
         return self._add_norm(stream, norm if self.spec.norm_place in ("input", "both") else None)
@@ -411,18 +313,18 @@ class DecoderModel:
         kernel = self._kernels.add_rms_norm
         if kernel is not None and (delta is not None or norm is not None):
             weight, own = norm and norm.weight, out_norm and out_norm.weight
-            normed: torch.Tensor = kernel.apply(x, delta, weight, self.spec.norm_eps, own)
-            return normed
+            updated: torch.Tensor = kernel.apply(x, delta, weight, self.spec.norm_eps, own)
+            return updated
         if delta is not None:
-            x.add_(delta if out_norm is None else self._norm(delta, out_norm))
-        return x if norm is None else self._norm(x, norm)
+            x.add_(delta if out_norm is None else normed(self.spec, delta, out_norm))
+        return x if norm is None else normed(self.spec, x, norm)
 
     def _sublayer_output(
         self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights, out_norm: NormWeights
     ) -> Stream:
         place = self.spec.norm_place
         if place == "residual":
-            return self._norm(x + delta, norm), None, None
+            return normed(self.spec, x + delta, norm), None, None
         return x, delta, None if place == "input" else out_norm
 
     def _rope_to_cache(
@@ -444,7 +346,7 @@ class DecoderModel:
             if norm.weight is None:
                 continue
             together = part.flatten(1) if spec.qk_norm == "all" else part
-            part.copy_(self._norm(together, norm).view(part.shape))
+            part.copy_(normed(spec, together, norm).view(part.shape))
         if angles is not None:
             apply_rope(heads[:, : spec.num_heads + num_kv_heads], *angles)
         if spec.value_norm and own.has_kv:
@@ -452,52 +354,19 @@ class DecoderModel:
         if own.has_kv:
             kv.write(index, slots, key, value)
 
-    def _activated(self, wide: torch.Tensor) -> torch.Tensor:
-        experts = self.spec.experts
-        if experts is not None and experts.swiglu_limit is not None:
-            kernel = self._kernels.clamped_swiglu
-            clamped: torch.Tensor = (kernel.apply if kernel else clamped_swiglu)(
-                wide, experts.swiglu_limit, experts.swiglu_alpha
-            )
-            return clamped
-        if self._gate is not None:
-            product: torch.Tensor = self._gate.apply(wide)
-            return product
-        if not self.spec.gated_mlp:
-            return self._activation(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
-
-    def _norm(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, over the last dimension."""
-        if self.spec.rms_norm:
-            return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
-        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
-
-
-def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0) -> NormWeights:
-    """The weights of a norm, its scale as (scale + `offset`) `factor`."""
-    scale = weights.tensors.get(f"{name}.weight")
-    if scale is not None and (offset or factor != 1.0):
-        wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-        scale = ((wide + offset) * factor).to(scale.dtype)
-    return NormWeights(scale, weights.tensors.get(f"{name}.bias"))
-
 
 def _layer(
     spec: ModelSpec, weights: ModelWeights, kinds: Sequence[LayerKind], ropes: Sequence[RopeSpec],
-    kernels: KernelSet, ranks: TensorRanks | None, index: int,
+    kernels: KernelSet, device: torch.device, ranks: TensorRanks | None, index: int,
 ) -> DecoderLayer:  # fmt: skip
     def norm(name: str) -> NormWeights:
-        return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
+        return NormWeights.of(weights, f"layers.{index}.{name}", spec.norm_offset)
 
     def linear(name: str, summed_over: TensorRanks | None = None) -> Linear:
-        full = f"layers.{index}.{name}"
-        return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"), summed_over)
+        return Linear.of(weights, f"layers.{index}.{name}", summed_over)
 
-    beside = _beside(spec, weights, index, linear, norm) if spec.has_experts_beside else None
-    is_mixture = spec.has_experts(index) and beside is None
-    mlp = _mixture(spec, weights, index, linear) if is_mixture else Mlp(linear("up"), linear("down", ranks))
+    has_mlp = any(f"layers.{index}.{name}" in weights.matrices for name in ("up", "router"))
+    feed_forward = FeedForward.of(spec, weights, device, ranks, index) if has_mlp else None
     mixer: Attention | RecurrentLayer
     if spec.attends(index):
         scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
@@ -514,8 +383,8 @@ def _layer(
     else:
         mixer = _recurrent_layer(spec, weights, index, linear, kernels)
     return DecoderLayer(
-        norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
-        beside, _layer_input(spec, weights, index), norm("input_norm"),
+        norm("attn_norm"), mixer, norm("attn_out_norm"), norm("mlp_norm"), feed_forward,
+        norm("mlp_out_norm"), _layer_input(spec, weights, index), norm("input_norm"),
         weights.tensors.get(f"layers.{index}.scale"),
     )  # fmt: skip
 
@@ -532,7 +401,7 @@ def _layer_input(spec: ModelSpec, weights: ModelWeights, index: int) -> LayerInp
     if spec.layer_inputs is None:
         return None
     gate, up = (weights.matrices[f"layers.{index}.input_{name}"] for name in ("gate", "up"))
-    return LayerInput(gate, up, _ACTIVATIONS[spec.activation])
+    return LayerInput(gate, up, ACTIVATION_OF[spec.activation])
 
 
 def _recurrent_layer(
@@ -564,31 +433,6 @@ def _latent(spec: ModelSpec, weights: ModelWeights, index: int, kernels: KernelS
         weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
         weights.matrices[ours + "kv_up"],
     )  # fmt: skip
-
-
-def _mixture(spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear]) -> Mixture:
-    experts, correction = spec.experts, weights.tensors.get(f"layers.{index}.router.correction")
-    assert experts is not None
-    stacks = [linear("experts.up"), linear("experts.down")]
-    up, down = (
-        Linear(stack.matrix, None if stack.bias is None else stack.bias.view(experts.num_held, -1))
-        for stack in stacks
-    )
-    shared = Mlp(linear("up"), linear("down")) if experts.shared_width else None
-    gate = linear("shared_gate") if experts.shared_gate else None
-    counts = torch.zeros(experts.count, dtype=torch.long, device=weights.tensors["final_norm.weight"].device)
-    return Mixture(linear("router"), correction, up, down, shared, gate, counts)
-
-
-def _beside(
-    spec: ModelSpec, weights: ModelWeights, index: int, linear: Callable[[str], Linear],
-    norm: Callable[[str], NormWeights],
-) -> Beside:  # fmt: skip
-    ours = f"layers.{index}."
-    router_norm = _affine(weights, ours + "router_norm", 0.0, spec.hidden_size**-0.5)
-    norms = (norm(name) for name in ("experts_norm", "experts_out_norm", "mlp_own_norm"))
-    mixture, scale = _mixture(spec, weights, index, linear), weights.tensors[ours + "expert_scale"]
-    return Beside(mixture, scale, router_norm, *norms)
 
 
 def _scores(spec: ModelSpec, sinks: torch.Tensor | None) -> Scores | None:

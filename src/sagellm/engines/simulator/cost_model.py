@@ -84,6 +84,15 @@ class Coefficients:
         return asdict(self)
 
 
+def overlapped_s(exponent: float, read_s: Number | float, multiply_s: Number) -> Number:
+    """Seconds of reading and multiplying together.
+
+    By exponent: 1 is one after the other, infinity perfect overlap.
+    """
+    joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
+    return joined
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Prices steps in seconds. Pure: the same shape always has the same price.
@@ -212,9 +221,7 @@ class CostModel:
         return total + self.collectives_s(tokens, all_tokens)
 
     def _overlapped(self, read_s: Number | float, multiply_s: Number) -> Number:
-        exponent = self.coefficients.overlap
-        joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
-        return joined
+        return overlapped_s(self.coefficients.overlap, read_s, multiply_s)
 
     def collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
         """Seconds of collectives: two per layer.

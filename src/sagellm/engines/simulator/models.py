@@ -54,11 +54,21 @@ class ModelShape:
     @property
     def always_read_params(self) -> int:
         """Weights of linear layers that every step reads: all but routed experts."""
-        hidden, head = self.hidden_size, self.head_dim
-        attention = 2 * hidden * head * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * hidden * self.shared_intermediate_size
-        mlp += hidden * self.num_experts if self.num_experts else 3 * hidden * self.intermediate_size
-        return self.num_layers * (attention + mlp)
+        return self.attention_params + self.shared_ffn_params
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of the projections around attention, in all layers."""
+        heads = self.num_heads + self.num_kv_heads
+        return 2 * self.num_layers * self.hidden_size * self.head_dim * heads
+
+    @property
+    def shared_ffn_params(self) -> int:
+        """Weights of MLPs, or of routers and shared experts, in all layers."""
+        mlp = 3 * self.hidden_size * self.shared_intermediate_size
+        if self.num_experts:
+            return self.num_layers * (mlp + self.hidden_size * self.num_experts)
+        return self.num_layers * (mlp + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def expert_params(self) -> int:

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from sagellm.comm.collectives.torch_distributed import TorchDistributedBackend
 from sagellm.core.processes import ProcessGroup
 from sagellm.core.protocols.collectives import CommBackendProtocol
-from sagellm.engines.native.parallel.backends import FirstRank, FollowingRank
+from sagellm.engines.native.parallel.backends import AttentionRank, FirstRank, FollowingRank
+from sagellm.engines.native.parallel.ffn_rank import FfnRank
 from sagellm.engines.native.parallel.ranks import Ranks
 from sagellm.engines.native.parallel.split import Split
 from tests.engines.native.driver import RecordingBackend
@@ -24,6 +25,10 @@ OPTIONS: dict[str, Any] = {"num_blocks": 96, "max_num_seqs": 6, "block_size": 8,
 
 class RecordingFirstRank(RecordingBackend, FirstRank):
     """`RecordingBackend` as the first rank."""
+
+
+class RecordingAttentionRank(RecordingBackend, AttentionRank):
+    """`RecordingBackend` as the first rank, where others have the MLPs."""
 
 
 class ThreadGroup(ProcessGroup):
@@ -49,8 +54,11 @@ def first_rank(
     split: Split,
     kind: Callable[..., CommBackendProtocol] = TorchDistributedBackend,
     **options: Any,
-) -> Iterator[RecordingFirstRank]:
-    """The first rank, with the others on threads. An error of theirs is raised at the end."""
+) -> Iterator[RecordingFirstRank | RecordingAttentionRank]:
+    """The first rank, with the others on threads. An error of theirs is raised at the end.
+
+    Micro-batches have three tokens or more.
+    """
     options, errors = {**OPTIONS, **options}, list[BaseException]()
     store, group = HashStore(), ThreadGroup(split.num_ranks - 1)
 
@@ -61,7 +69,13 @@ def first_rank(
     def follow(rank: int) -> None:
         own = ranks(rank)
         try:
-            backend = FollowingRank(folder, ranks=own, **options)
+            backend: FollowingRank | FfnRank
+            if split.ffn:
+                given = {k: options[k] for k in ("dtype", "threads", "kernels") if k in options}
+                records = options.get("capture") is not None
+                backend = FfnRank(folder, ranks=own, records=records, **given)
+            else:
+                backend = FollowingRank(folder, ranks=own, **options)
             while (message := group.inboxes[rank - 1].get()) is not None:
                 backend.follow(message)
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread of the test
@@ -74,7 +88,12 @@ def first_rank(
     for thread in threads:
         thread.start()
     try:
-        backend = RecordingFirstRank(folder, ranks=ranks(0, group), **options)
+        backend: RecordingFirstRank | RecordingAttentionRank
+        if split.ffn:
+            own = ranks(0, group)
+            backend = RecordingAttentionRank(folder, ranks=own, micro_batch_tokens=3, **options)
+        else:
+            backend = RecordingFirstRank(folder, ranks=ranks(0, group), **options)
         yield backend
     finally:
         group.close()

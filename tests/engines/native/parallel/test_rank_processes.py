@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.core.plan import ExecutionPlan, PhasePlacement, StepResult
 from sagellm.engines import build
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import RANKS_LOOK_S, Engine
 from sagellm.engines.native.parallel import ranks, start
-from sagellm.engines.native.parallel.backends import FirstRank
+from sagellm.engines.native.parallel.backends import LeadingRank
 from tests.builders import request, run_all
 from tests.effort import usual
 from tests.tiny_models import VOCAB, save_tiny
@@ -56,7 +57,7 @@ def engine(model: Path, **settings: Any) -> Iterator[Engine]:
 
 
 def processes(made: Engine) -> list[int]:
-    assert isinstance(made.backend, FirstRank)
+    assert isinstance(made.backend, LeadingRank)
     group = made.backend._ranks._processes
     assert group is not None
     return group.pids
@@ -100,11 +101,50 @@ def test_as_one_process(model: Path) -> None:
     assert not any(map(is_there, pids))
 
 
+@pytest.mark.parametrize("num_ranks", usual({1}, (1, 2)))
+def test_mlps_in_other_processes(model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All KV is on the first rank, so tiers and copies of KV work; and the scheduler may place halves."""
+    settings = {
+        "kv.host_gb": 0.01,
+        "scheduler.pass_options": {"af_separation": {"attention": ["attention"], "ffn": ["ffn"]}},
+    }
+    passes = {"scheduler.passes": ["chunked_prefill", "memory_aware_preemption", "af_separation"]}
+    with engine(model, **{"kv.host_gb": 0.01}) as whole:
+        expected = answers(whole)
+    settings |= {"parallel.ffn": num_ranks, "parallel.micro_batch_tokens": 3, **passes}
+    with engine(model, **settings) as divided:
+        placements: set[PhasePlacement] = set()
+        execute = divided.backend.execute
+
+        def watched(plan: ExecutionPlan) -> StepResult:
+            placements.update(placement for _, placement in plan.placements)
+            return execute(plan)
+
+        monkeypatch.setattr(divided.backend, "execute", watched)
+        assert answers(divided) == expected
+        assert placements == {PhasePlacement(attention="attention", ffn="ffn")}
+        found = divided.diagnostics()
+        assert found.communication_s is not None
+        assert 0 < found.communication_s < found.step_s
+        assert isinstance(divided.backend, LeadingRank)
+        divided.backend.kv_bytes()
+        divided.backend.token_copier()
+        pids = processes(divided)
+    assert len(pids) == num_ranks
+    assert not any(map(is_there, pids))
+
+
 @pytest.mark.parametrize(
     ("key", "backend"),
     usual(
-        {("parallel.tensor", "shared_memory"), ("parallel.pipeline", "torch_distributed")},
-        product(("parallel.tensor", "parallel.pipeline"), ("shared_memory", "torch_distributed")),
+        {
+            ("parallel.tensor", "shared_memory"),
+            ("parallel.pipeline", "torch_distributed"),
+            ("parallel.ffn", "shared_memory"),
+        },
+        product(
+            ("parallel.tensor", "parallel.pipeline", "parallel.ffn"), ("shared_memory", "torch_distributed")
+        ),
     ),
 )
 def test_a_killed_rank_ends_the_engine(model: Path, key: str, backend: str) -> None:
@@ -178,7 +218,7 @@ def test_no_rank_is_left_where_the_engine_cannot_be_built(
     made: list[int] = []
     first_rank = start.first_rank
 
-    def watched(*arguments: Any) -> FirstRank:
+    def watched(*arguments: Any) -> LeadingRank:
         backend = first_rank(*arguments)
         group = backend._ranks._processes
         assert group is not None

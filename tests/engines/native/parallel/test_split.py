@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -83,6 +84,37 @@ def test_together_the_ranks_have_everything_once(
             assert len(found) == len(set(found)), name
 
 
+@pytest.mark.parametrize(
+    ("spec", "whole_experts"),
+    [
+        (spec_of(attention_bias=True, mlp_bias=True), False),
+        (spec_of(tie_word_embeddings=True), False),
+        (spec_of("Qwen3Moe", **EXPERTS), False),
+        (spec_of("Qwen3Moe", **EXPERTS), True),
+        (spec_of("Olmo2"), False),
+    ],
+    ids=["llama", "tied", "experts", "whole-experts", "olmo2"],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2, 12])
+def test_mlps_are_on_other_ranks_than_the_rest(spec: ModelSpec, whole_experts: bool, num_ranks: int) -> None:
+    whole = {parameter.name: parameter for parameter in parameters(spec)}
+    first = Split(0, ffn=num_ranks, whole_experts=whole_experts)
+    first.check(spec)
+    assert (first.num_ranks, first.num_kv_ranks, first.spec(spec)) == (1 + num_ranks, 1, spec)
+    own = {parameter.name: parameter for parameter in first.parameters(list(whole.values()), spec)}
+    assert all(whole[name] == parameter for name, parameter in own.items())
+    others = {name: list[tuple[str, int, int]]() for name in whole.keys() - own.keys()}
+    for rank in range(1, 1 + num_ranks):
+        for parameter in first.with_rank(rank).parameters(list(whole.values()), spec):
+            others[parameter.name] += places(parameter)
+    for name, found in others.items():
+        assert re.fullmatch(r"layers\.\d+\.(up|down|router|experts\.up|experts\.down)\.(weight|bias)", name)
+        assert set(found) == set(places(whole[name])), name
+        if "router" not in name:
+            assert len(found) == len(set(found)), name
+    assert not any(re.search(r"\.(up|down|router|experts)\.", name) for name in own)
+
+
 def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
     spec = spec_of(num_key_value_heads=2)
     assert [Split(rank, tensor=4).share(2) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
@@ -117,6 +149,12 @@ def test_layers_are_dealt_evenly(num_layers: int, num_ranks: int) -> None:
         ),
         (spec_of("Olmo2"), Split(0, tensor=2), "normed over the heads of all ranks together; set it to 1"),
         ("bridged", Split(0, tensor=2), "through transformers cannot be divided"),
+        (
+            spec_of(),
+            Split(0, ffn=5),
+            r"parallel.ffn = 5: MLPs of width 24 .*; 1, 2, 3, 4, 6, 8, 12, 24 would do",
+        ),
+        (spec_of(), Split(0, ffn=2, whole_experts=True), "has no experts: leave it out"),
     ],
 )
 def test_what_does_not_divide_is_refused(spec: object, split: Split, words: str) -> None:
@@ -129,6 +167,8 @@ def test_what_does_not_divide_is_refused(spec: object, split: Split, words: str)
     [
         ({"parallel": {"tensor": 2, "pipeline": 2}}, "ranks share the layers or deal them, not both"),
         ({"parallel": {"pipeline": 2, "whole_experts": True}}, "to the ranks of parallel.tensor"),
+        ({"parallel": {"ffn": 1, "whole_experts": True}}, r"or to those of parallel\.ffn: set that to 2"),
+        ({"parallel": {"ffn": 1, "tensor": 2}}, "leaves attention to one rank"),
         ({"parallel": {"tensor": 2}, "kv": {"host_gb": 0.1}}, "keep whole blocks"),
         ({"parallel": {"tensor": 2}, "kv": {"approximate_reuse": True}}, "moves KV on one rank only"),
         (

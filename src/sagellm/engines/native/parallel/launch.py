@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -31,6 +32,8 @@ TIMEOUT_S = 3600.0
 """A rank waits so long for others: one may still load its weights. The end of a process is seen at once."""
 LOOPBACK = "127.0.0.1"
 """Where gloo listens: on other addresses, strangers could connect to it."""
+FFN_CELL_BYTES = 2 << 20
+"""A ring has four cells. Hidden states that fit into it travel while both ranks compute."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _LOOK_S = 0.02
 
@@ -47,13 +50,11 @@ def launch(
     folder = Path(tempfile.mkdtemp(prefix="sagellm-ranks-"))
     path, name = str(folder / "store"), backend or _fastest_collectives()
     collectives = {**backend_options, "name": name}
-    sizes = {"tensor": split.tensor, "pipeline": split.pipeline, "whole_experts": split.whole_experts}
+    if split.ffn and name == "shared_memory":
+        collectives = {"cell_bytes": FFN_CELL_BYTES, **collectives}
+    given = {**options, "store": path, "collectives": collectives}
     roles = [
-        Role(
-            f"rank {rank}",
-            entry,
-            {**options, "store": path, "collectives": collectives, "split": {"rank": rank, **sizes}},
-        )
+        Role(f"rank {rank}", entry, {**given, "split": asdict(split.with_rank(rank))})
         for rank in range(1, split.num_ranks)
     ]
     try:

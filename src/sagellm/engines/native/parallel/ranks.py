@@ -9,12 +9,13 @@ import torch
 
 from sagellm.core.errors import CommError, EngineFailedError
 from sagellm.core.processes import REPORT_S, ProcessGroup
-from sagellm.core.protocols.collectives import CommBackendProtocol, ReduceOp
+from sagellm.core.protocols.collectives import CommBackendProtocol, ReduceOp, Work
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.parallel.attention_model import AttentionModel
 from sagellm.engines.native.parallel.split import Split
 from sagellm.engines.native.parallel.stage import StageModel
 from sagellm.engines.native.parallel.tensor_ranks import TensorRanks
@@ -24,6 +25,7 @@ class Ranks:
     """A group of ranks: its collectives, and which part of it is this rank's.
 
     The first rank has the `processes` of the others. `spent_s`: seconds of communication, waiting included.
+    `is_midway`: a step was announced, and the first rank has not said that it has its logits.
     The `store` in which the ranks have met lives as long as they do: torch writes to the file of a
     `FileStore` once more when it is dropped, and holds up the whole process for minutes if the first rank
     removes the folder at that moment.
@@ -35,7 +37,7 @@ class Ranks:
     ) -> None:  # fmt: skip
         self.split, self._group, self._processes, self._store = split, group, processes, store
         self._adds_in_order = group.world_size == 2 or getattr(group, "adds_in_order", False)
-        self.spent_s = 0.0
+        self.spent_s, self.is_midway = 0.0, False
 
     @property
     def is_first(self) -> bool:
@@ -49,6 +51,8 @@ class Ranks:
         given = (spec, weights, dtype, device, kernels, groups)
         if self.split.pipeline > 1:
             return StageModel(*given, self)
+        if self.split.ffn:
+            return AttentionModel(*given, self)
         return DecoderModel(*given, TensorRanks(self, kernels, spec.vocab_size))
 
     def decide(self, choose: Callable[[], int]) -> int:
@@ -58,7 +62,9 @@ class Ranks:
         return int(given[0])
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """The smallest of the values of all ranks with KV."""
+        if self.split.num_kv_ranks == 1:
+            return value
         given = torch.tensor([value], dtype=torch.int64)
         self._group.all_reduce(given, ReduceOp.MIN).wait()
         return int(given[0])
@@ -105,8 +111,23 @@ class Ranks:
         self.spent_s += time.perf_counter() - began_s
         return x
 
+    def exchange(self, inputs: Sequence[torch.Tensor], output: torch.Tensor, rank: int) -> list[Work]:
+        """Send `inputs` to a rank, which answers with `output`. `finish` waits for that."""
+        began_s = time.perf_counter()
+        works = [self._group.send(x, rank) for x in inputs] + [self._group.recv(output, rank)]
+        self.spent_s += time.perf_counter() - began_s
+        return works
+
+    def finish(self, works: Sequence[Work]) -> None:
+        """Wait for operations of `exchange`. Once the answer is there, what was sent has been read."""
+        began_s = time.perf_counter()
+        for work in reversed(works):
+            work.wait()
+        self.spent_s += time.perf_counter() - began_s
+
     def announce(self, message: bytes) -> None:
         """Send a message to all other ranks. Raises `EngineFailedError` if one has ended."""
+        self.is_midway = True  # a rank may have the message when another one cannot be told
         if self._processes is not None:
             began_s = time.perf_counter()
             self._processes.send(message)

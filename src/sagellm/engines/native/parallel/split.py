@@ -7,12 +7,16 @@ fewer KV heads than ranks, several ranks have the same one. The head is divided 
 The embedding is whole on every rank: a step reads a few rows of it, and dividing it would cost one more sum.
 
 Experts are divided like MLPs, or dealt whole to the ranks (`whole_experts`). A pipeline deals the layers.
+
+With `ffn` ranks the first rank has attention, embedding and head, and the others MLPs and experts, which are
+divided among them as by tensor parallelism (MegaScale-Infer: Zhu et al. 2025, arXiv:2504.02263).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, UnsupportedModelError
@@ -23,6 +27,11 @@ from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.weights import EMBEDDING, Kept, Parameter, WeightPiece
 
 MOST_RANKS = 64
+_OF_FFN = frozenset(
+    {"up", "down", "router", "experts", "shared_gate", "router_norm", "expert_scale", "experts_norm",
+     "experts_out_norm", "mlp_own_norm"}
+)  # fmt: skip
+"""The parameters of a layer's MLP and experts, by the first word of their names."""
 Rows = Sequence[tuple[int, int]]
 """Ranges [begin, end)."""
 
@@ -31,16 +40,22 @@ Rows = Sequence[tuple[int, int]]
 class Split:
     """The part of rank `rank`.
 
-    `tensor` ranks share each layer, or layers are dealt to `pipeline` ranks.
+    `tensor` ranks share each layer, or layers are dealt to `pipeline` ranks, or `ffn` ranks have the MLPs.
     """
 
     rank: int
     tensor: int = 1
     pipeline: int = 1
     whole_experts: bool = False
+    ffn: int = 0
 
     @property
     def num_ranks(self) -> int:
+        return self.num_kv_ranks + self.ffn
+
+    @property
+    def num_kv_ranks(self) -> int:
+        """Ranks that attend: each has a part of the KV."""
         return self.tensor * self.pipeline
 
     def with_rank(self, rank: int) -> Split:
@@ -48,8 +63,8 @@ class Split:
 
     @property
     def label(self) -> str:
-        """A suffix for the fingerprint: a rank has a part of each token's KV."""
-        return f"-rank{self.rank}of{self.tensor}x{self.pipeline}"
+        """A suffix for the fingerprint: a rank has a part of each token's KV. Empty where one has all."""
+        return "" if self.ffn else f"-rank{self.rank}of{self.tensor}x{self.pipeline}"
 
     def share(self, count: int) -> tuple[int, int]:
         """This rank's range of `count` things, of which each has as many.
@@ -78,10 +93,11 @@ class Split:
         if not isinstance(spec, ModelSpec):
             raise UnsupportedModelError(
                 "a model that runs through transformers cannot be divided: set parallel.tensor and "
-                "parallel.pipeline to 1"
+                "parallel.pipeline to 1, and parallel.ffn to 0"
             )
         key, count = ("tensor", self.tensor) if self.tensor > 1 else ("pipeline", self.pipeline)
-        family = _family_obstacle(spec, key)
+        key, count = ("ffn", self.ffn) if self.ffn else (key, count)
+        family = _family_obstacle(spec, key) if count > 1 else ""
         if family:
             raise UnsupportedModelError(
                 f"{spec.architecture} cannot be divided by parallel.{key}: {family}; set it to 1"
@@ -89,27 +105,34 @@ class Split:
         if self.whole_experts and spec.experts is None:
             raise ConfigError(
                 f"parallel.whole_experts: {spec.architecture} has no experts: leave it out, its layers are "
-                "divided by parallel.tensor"
+                "divided by parallel.tensor or parallel.ffn"
             )
         obstacle = self._obstacle(spec)
         if obstacle:
-            others = (
-                (n, replace(self, tensor=n) if key == "tensor" else replace(self, pipeline=n))
-                for n in range(1, MOST_RANKS + 1)
-            )
-            would_do = [str(n) for n, other in others if not other._obstacle(spec)]
+            changes: list[dict[str, Any]] = [{key: n} for n in range(1, MOST_RANKS + 1)]
+            would_do = [str(c[key]) for c in changes if not replace(self, **c)._obstacle(spec)]
             raise ConfigError(f"parallel.{key} = {count}: {obstacle}; {', '.join(would_do)} would do")
 
     def _obstacle(self, spec: ModelSpec) -> str:
         """Why this number of ranks does not divide the model; empty if it does."""
         if self.pipeline > spec.num_layers:
             return f"the model has {spec.num_layers} layers"
+        if self.ffn:
+            return "; ".join(_wide_remainders(spec, self.ffn, whole_experts=self.whole_experts))
         return "; ".join(_remainders(spec, self.tensor, whole_experts=self.whole_experts))
+
+    @property
+    def _among_ffn(self) -> Split:
+        """The part of this rank among those that have MLPs."""
+        return Split(self.rank - 1, self.ffn, whole_experts=self.whole_experts)
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """The shape of this rank's part."""
         if self.pipeline > 1:
             return self._stage(spec)
+        if self.ffn:
+            experts = spec.experts and self._among_ffn._experts(spec.experts)
+            return spec if self.rank == 0 else replace(spec, experts=experts)
         return replace(
             spec,
             num_heads=spec.num_heads // self.tensor,
@@ -147,6 +170,8 @@ class Split:
         """This rank's part of the parameters `plan` of the whole model `spec`."""
         if self.pipeline > 1:
             return list(self._stage_parameters(plan, spec))
+        if self.ffn:
+            return list(self._separated(plan, spec))
         kept = [part for parameter in plan if (part := self._part(parameter, spec)) is not None]
         if spec.tied:  # the embedding stays whole, and the head is a matrix of its own
             [table] = (parameter for parameter in plan if parameter.name == EMBEDDING)
@@ -164,6 +189,17 @@ class Split:
                 yield parameter
             elif layer is not None and first <= layer < stop:
                 yield replace(parameter, name=f"layers.{layer - first}.{rest}")
+
+    def _separated(self, plan: Sequence[Parameter], spec: ModelSpec) -> Iterator[Parameter]:
+        """This rank's parameters: all but MLPs and experts, or a part of these."""
+        for parameter in plan:
+            layer, rest = _layer_of(parameter.name)
+            is_ffn = layer is not None and rest.partition(".")[0] in _OF_FFN
+            if is_ffn != (self.rank > 0):
+                continue
+            part = self._among_ffn._part(parameter, spec) if is_ffn and self.ffn > 1 else parameter
+            if part is not None:
+                yield part
 
     def _part(self, parameter: Parameter, spec: ModelSpec) -> Parameter | None:
         """This rank's part of a parameter; None where another rank adds it."""
@@ -233,15 +269,18 @@ class Split:
 
 def check_stored(quantization: Quantization, split: Split) -> None:
     """Raise `UnsupportedModelError` for matrices that are stored quantized and would be divided."""
-    if quantization.stored is not None and split.tensor > 1:
+    if quantization.stored is not None and max(split.tensor, split.ffn) > 1:
         raise UnsupportedModelError(
             f"matrices that a checkpoint stores as {quantization.method} are not divided: set "
-            "parallel.tensor to 1 (parallel.pipeline can be more), or take the unquantized checkpoint"
+            "parallel.tensor to 1 (parallel.pipeline can be more) and parallel.ffn to at most 1, or take the "
+            "unquantized checkpoint"
         )
 
 
 def _family_obstacle(spec: ModelSpec, key: str) -> str:
-    """Why no number of ranks divides such a model; empty if one may."""
+    """Why no number above 1 divides such a model; empty if one may."""
+    if key == "ffn":
+        return "the sums of experts and of MLPs are normed one by one" if spec.has_experts_beside else ""
     if spec.recurrent is not None or spec.output_gate:
         return "recurrent states are not divided"
     if key == "tensor":
@@ -260,6 +299,14 @@ def _remainders(spec: ModelSpec, num_ranks: int, *, whole_experts: bool) -> Iter
     for heads in sorted({spec.shape(i).num_kv_heads for i in layers}):
         if heads % num_ranks and num_ranks % heads:
             yield f"{heads} KV heads are neither a multiple nor a divisor of it"
+    yield from _wide_remainders(spec, num_ranks, whole_experts=whole_experts)
+    if (num_ranks - 1) * cdiv(spec.vocab_size, num_ranks) >= spec.vocab_size:
+        yield f"the vocabulary has {spec.vocab_size} tokens"
+
+
+def _wide_remainders(spec: ModelSpec, num_ranks: int, *, whole_experts: bool) -> Iterator[str]:
+    """What of MLPs and experts is not a multiple of the number of ranks."""
+    layers = range(spec.num_layers)
     dense = [i for i in layers if not spec.has_experts(i) or spec.has_experts_beside]
     widths = {spec.shape(i).intermediate_size for i in dense}
     experts = spec.experts
@@ -270,8 +317,6 @@ def _remainders(spec: ModelSpec, num_ranks: int, *, whole_experts: bool) -> Iter
     for width in sorted(widths):
         if width % num_ranks:
             yield f"MLPs of width {width} are not divisible by it"
-    if (num_ranks - 1) * cdiv(spec.vocab_size, num_ranks) >= spec.vocab_size:
-        yield f"the vocabulary has {spec.vocab_size} tokens"
 
 
 def _layer_of(name: str) -> tuple[int | None, str]:

@@ -19,7 +19,7 @@ class TensorRanks:
 
     def __init__(self, ranks: Ranks, kernels: KernelSet, vocab_size: int) -> None:
         self._ranks, self._vocab_size = ranks, vocab_size
-        self._between: Callable[[Work], object] = kernels.between or _at_once
+        self._between: Callable[[Work], object] = kernels.between or at_once
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts."""
@@ -43,5 +43,6 @@ class TensorRanks:
         output.copy_(whole[:, : self._vocab_size])
 
 
-def _at_once(work: Work) -> None:
+def at_once(work: Work) -> None:
+    """Do work that no recording repeats."""
     work()

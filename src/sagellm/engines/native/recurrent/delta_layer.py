@@ -16,7 +16,7 @@ from sagellm.engines.native.recurrent.states import LayerStates
 from sagellm.engines.native.recurrent_spec import DeltaSpec
 
 if TYPE_CHECKING:
-    from sagellm.engines.native.model import Linear
+    from sagellm.engines.native.layer_parts import Linear
 
 
 @dataclass(frozen=True, slots=True)

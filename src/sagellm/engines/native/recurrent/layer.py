@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from sagellm.engines.native.recurrent.states import LayerStates, RecurrentRows
 
 if TYPE_CHECKING:
-    from sagellm.engines.native.model import Linear
+    from sagellm.engines.native.layer_parts import Linear
 
 
 @dataclass(frozen=True, slots=True)
