@@ -135,6 +135,9 @@ class ScriptedEngine:
     def diagnostics(self) -> EngineDiagnostics:
         return EngineDiagnostics()
 
+    def wake(self) -> None:
+        """A step waits for nothing."""
+
     def has_work(self) -> bool:
         return bool(self.running)
 

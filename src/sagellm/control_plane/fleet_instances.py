@@ -170,5 +170,7 @@ def api_key(name: str, server: PlainServerConfig) -> str | None:
         return None
     found = os.environ.get(variable, "").strip()
     if not (found and found.isascii() and found.isprintable()):
-        raise ConfigError(f"{name}: its key is in the environment variable {variable}, which is not set or no key")
+        raise ConfigError(
+            f"{name}: its key is in the environment variable {variable}, which is not set or no key"
+        )
     return found

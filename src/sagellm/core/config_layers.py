@@ -24,7 +24,11 @@ from sagellm.core.errors import ConfigError, nearest
 ENV_PREFIX = "SAGELLM_"
 RESERVED_ENV = frozenset(
     {
-        "SAGELLM_TRACES", "SAGELLM_CONFIG", "SAGELLM_PRESET", "SAGELLM_PEER_SCRIPT", "SAGELLM_PEER_VLLM",
+        "SAGELLM_TRACES",
+        "SAGELLM_CONFIG",
+        "SAGELLM_PRESET",
+        "SAGELLM_PEER_SCRIPT",
+        "SAGELLM_PEER_VLLM",
         "SAGELLM_PEER_SERVERS",
     }
 )

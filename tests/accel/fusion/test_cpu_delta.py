@@ -12,8 +12,8 @@ import torch
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
-from sagellm.engines.native.matrices import Dense
 from sagellm.engines.native.layer_parts import Linear
+from sagellm.engines.native.matrices import Dense
 from sagellm.engines.native.recurrent.delta_layer import DeltaLayer
 from sagellm.engines.native.recurrent.states import LayerStates, RecurrentRows, RecurrentSpan
 from sagellm.engines.native.recurrent_spec import DeltaSpec

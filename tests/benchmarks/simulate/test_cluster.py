@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 
 from sagellm.benchmarks.simulate.cluster import Cluster, RequestOutcome
 from sagellm.benchmarks.simulate.hardware import hardware

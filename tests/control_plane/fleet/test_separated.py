@@ -74,7 +74,7 @@ def test_reports_tell_the_state_of_a_hand_over(scene: Scene) -> None:
         states.append(report.state)  # type: ignore[attr-defined]
         take(member, report)  # type: ignore[arg-type]
 
-    scene.front._on_report = record  # type: ignore[method-assign,assignment]
+    scene.front._on_report = record  # type: ignore[method-assign]
     scene.front.add(request("r", PROMPT, 5))
     scene.finish()
     assert HandOverState.READY in states

@@ -78,7 +78,9 @@ class LoadMeter:
         self._busy_s += step.duration_s
         self._forget_steps(now_s)
         if step.num_prefill_tokens > step.num_decode_tokens:
-            self._prefill_token_s = running_mean(self._prefill_token_s, step.duration_s / step.num_prefill_tokens)
+            self._prefill_token_s = running_mean(
+                self._prefill_token_s, step.duration_s / step.num_prefill_tokens
+            )
         elif step.num_decode_tokens:
             self._step_s = running_mean(self._step_s, step.duration_s)
 

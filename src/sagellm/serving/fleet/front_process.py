@@ -148,9 +148,7 @@ def _plain_terms(config: Config, folder: Path, tokenizer: Tokenizer) -> PlainTer
     )
 
 
-def _know_plain_servers(
-    config: Config, engine: FleetEngine, instances: Instances, terms: PlainTerms
-) -> None:
+def _know_plain_servers(config: Config, engine: FleetEngine, instances: Instances, terms: PlainTerms) -> None:
     named = [each for each in fleet_instances(config.fleet) if each.server is not None]
     servers = PlainServers(terms, engine.clock, instances.wake) if named else None
     for each in named:
