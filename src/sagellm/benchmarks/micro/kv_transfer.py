@@ -7,6 +7,8 @@ CPU time of both sides says what bounds a rate where other processes use the mac
 
 Section c: the same over TCP loopback beside NIXL and Mooncake, if they are installed: alone, where they write
 blocks and do nothing else, and as transports under our protocol.
+
+Section e: the codecs of KV (`kv_transfer_codecs.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
+from sagellm.benchmarks.micro.cases import (
+    MicroBenchmark,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Section,
+    Stopwatch,
+)
+from sagellm.benchmarks.micro.kv_transfer_codecs import codecs
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, OneArray, TransferNode
 from sagellm.benchmarks.micro.kv_transfer_plain import (
     PLAIN_MOONCAKE,
@@ -227,4 +236,5 @@ def _check(name: str) -> None:
     TRANSPORTS.get(name)
 
 
-BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, {"b": bandwidth, "c": libraries})
+SECTIONS: dict[str, Section] = {"b": bandwidth, "c": libraries, "e": codecs}
+BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, SECTIONS)

@@ -258,7 +258,9 @@ class Receiver:
         if place.in_place:
             return True
         try:
-            data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes)
+            data = self._blocks.decoded(
+                header.codec, place.views[0], place.chunk.num_bytes, incoming.waiting.agreed
+            )
         except KVDataError:
             return False
         with place.lock:
