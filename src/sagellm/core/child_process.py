@@ -18,6 +18,7 @@ import traceback
 from typing import BinaryIO
 
 from sagellm.core.errors import SageError
+from sagellm.core.log_lines import JsonLines
 from sagellm.core.processes import LENGTH_BYTES
 
 LAST_S = 2.0
@@ -69,7 +70,9 @@ def main() -> int:
     if first is None:
         return 1
     start = json.loads(first)
-    logging.basicConfig(level=start["log_level"], format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())  # the parent reads them
+    logging.basicConfig(level=start["log_level"], handlers=[handler])
     module, _, function = start["entry"].partition(":")
     try:
         getattr(importlib.import_module(module), function)(start["options"], Inbox(source))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,13 +25,13 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from sagellm.core.errors import EngineFailedError
+from sagellm.core.log_lines import FIELDS
 
 log = logging.getLogger("sagellm.processes")
 LENGTH_BYTES = 8
 """A message is preceded by its length, little-endian."""
 REPORT_S = 5.0
 """The longest time between the end of a child's input and output and the moment when its end is known."""
-_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,15 +208,28 @@ def _started(role: Role) -> _Child:
 
 
 def _log_lines(name: str, output: IO[bytes], last_lines: deque[str]) -> None:
-    """Log what a child writes, line by line, with its name."""
+    """Log what a child writes, line by line, with its name. What its loggers say keeps level and fields."""
     for raw in output:
         line = raw.decode(errors="replace").rstrip("\n")
-        found = _LINE.fullmatch(line)
-        level, logger, text = found.groups() if found else ("WARNING", log.name, line)
+        record = _record(line)
+        text = str(record.pop("message"))
+        level = logging.getLevelNamesMapping().get(str(record.pop("level")), logging.WARNING)
+        logger = logging.getLogger(str(record.pop("logger")))
         if text.strip():
             last_lines.append(text)
-            logging.getLogger(logger).log(logging.getLevelNamesMapping()[level], "[%s] %s", name, text)
+            logger.log(level, "[%s] %s", name, text, extra={FIELDS: record} if record else None)
     output.close()
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The fields of a log record, or of a line that no logger has written."""
+    if line.startswith('{"time":'):
+        with suppress(ValueError):
+            record: dict[str, Any] = json.loads(line)
+            if record.keys() >= {"time", "level", "logger", "message"}:
+                del record["time"]
+                return record
+    return {"level": "WARNING", "logger": log.name, "message": line}
 
 
 def _reason(child: _Child, code: int) -> str:

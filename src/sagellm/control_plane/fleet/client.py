@@ -266,6 +266,7 @@ class RemoteInstance:
             self._end(f"{facts.instance_id!r} answers at {self.endpoint}: the fleet file is wrong")
             return
         self._facts, self.fault, self._backoff_s = facts, "", FIRST_BACKOFF_S
+        log.info("%s is connected", self._id)
         self._events.append(Connected(facts))
 
     def _look(self) -> None:
@@ -283,7 +284,8 @@ class RemoteInstance:
         """The connection is over; the next one begins after a pause."""
         self._drop_socket()
         if reason != self.fault:
-            log.warning("%s at %s is not connected: %s", self._id, self.endpoint, reason)
+            level = logging.DEBUG if reason == _ENDS[zmq.EVENT_CLOSED] else logging.WARNING
+            log.log(level, "%s at %s is not connected: %s", self._id, self.endpoint, reason)
         self.fault = reason
         self._retry_s = self._clock.now() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
