@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.layer_parts import normed
 from sagellm.engines.native.model import Attention, DecoderModel
 from sagellm.engines.native.rope import RopeSpec, apply_rope, inverse_frequencies
 from sagellm.engines.native.token_copies import plain_attention
@@ -121,7 +122,11 @@ class BlendModel:
             kept.append(LayerKV(keys, values))
             mixed = own.output(_attend(query, keys, values, rows))
             stream = model._sublayer_output(x, mixed, layer.attn_norm, layer.attn_out_norm)
-            x = model._add_norm(model._mlp(layer, stream), None)
+            assert layer.feed_forward is not None
+            seen = model._sublayer_input(stream, layer.mlp_norm)
+            delta = model._feed_forward(layer.feed_forward, seen, stream[0])
+            stream = model._sublayer_output(stream[0], delta, layer.mlp_norm, layer.mlp_out_norm)
+            x = model._add_norm(stream, None)
         hidden = model._add_norm((x, None, None), model._final_norm)
         return Blended(model.head(hidden[rows >= num_cached]), tuple(counts)), kept
 
@@ -136,7 +141,7 @@ class BlendModel:
         for part, norm in ((query, own.q_norm), (key, own.k_norm)):
             if norm.weight is not None:
                 together = part.flatten(1) if spec.qk_norm == "all" else part
-                part.copy_(model._norm(together, norm).view(part.shape))
+                part.copy_(normed(spec, together, norm).view(part.shape))
         cos, sin = model._ropes[own.rope].cos_sin(rows, length)
         for part in (query, key):
             apply_rope(part, cos, sin)
