@@ -85,7 +85,7 @@ PAIRS = [SLOPair(ttft, tpot) for ttft in (0.5, 1, 2, 5) for tpot in (12, 15, 20,
 
 
 def separation(folder: Path, requests: int, scales: Sequence[float]) -> list[Any]:
-    """Four instances: together, two and two apart, and hybrid ones of which the router chooses."""
+    """Four instances: together, two and two apart, and hybrid ones."""
     trace = read_trace(folder / "mooncake_conversation_first_half.jsonl.xz")
     rows = []
     for scale in scales:
@@ -104,7 +104,7 @@ def separation(folder: Path, requests: int, scales: Sequence[float]) -> list[Any
 
 
 def tenants(only: Sequence[str]) -> list[Any]:
-    """Eight tenants with rates of 1/rank, each with a system prompt of its own, on four equal instances."""
+    """Eight tenants with rates of 1/rank and prompts of their own."""
     draw = random.Random(0)
     requests, now_s = [], 0.0
     for number in range(3000):

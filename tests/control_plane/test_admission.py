@@ -9,9 +9,9 @@ import pytest
 
 from sagellm.control_plane.admission import (
     STRATEGIES,
-    Accept,
     Adaptive,
     AdmissionController,
+    Admit,
     Delay,
     Reject,
     admission_strategy,
@@ -35,9 +35,9 @@ def controller(strategy: Any = "fifo", **given: Any) -> AdmissionController:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_idle_fleet_takes_a_request_and_a_full_one_does_not(name: str) -> None:
-    assert controller(name).decide(ONE, [IDLE]) == Accept()
+    assert controller(name).decide(ONE, [IDLE]) == Admit()
     assert isinstance(controller(name).decide(ONE, [FULL, FULL]), Delay)
-    assert controller(name).decide(ONE, [FULL, IDLE]) == Accept()
+    assert controller(name).decide(ONE, [FULL, IDLE]) == Admit()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -55,7 +55,7 @@ def test_what_never_fits_is_refused_with_what_would() -> None:
         "max_tokens by 100"
     )
     unknown = replace(IDLE, block_size=0)
-    assert controller().decide(replace(ONE, kv_cache_size_tokens=1700), [IDLE, unknown]) == Accept()
+    assert controller().decide(replace(ONE, kv_cache_size_tokens=1700), [IDLE, unknown]) == Admit()
 
 
 def test_without_an_instance_a_request_waits() -> None:
@@ -72,21 +72,21 @@ def test_what_was_accepted_since_the_last_report_takes_places() -> None:
     admission = controller(depth=2)
     small = replace(IDLE, max_num_seqs=2)
     decisions = [admission.decide(replace(ONE, request_id=str(i)), [small]) for i in range(5)]
-    assert [isinstance(one, Accept) for one in decisions] == [True] * 4 + [False]
+    assert [isinstance(one, Admit) for one in decisions] == [True] * 4 + [False]
     reported = replace(small, reported_s=2.0)
-    assert admission.decide(ONE, [reported]) == Accept()
+    assert admission.decide(ONE, [reported]) == Admit()
 
 
 def test_memory_counts_where_others_run() -> None:
     short = replace(IDLE, num_running=1, num_free_blocks=10)
     assert isinstance(controller().decide(ONE, [short]), Delay)
-    assert controller().decide(ONE, [replace(short, num_running=0)]) == Accept()
+    assert controller().decide(ONE, [replace(short, num_running=0)]) == Admit()
 
 
 def test_the_last_places_are_for_priorities() -> None:
     busy = replace(IDLE, num_running=10, num_waiting=7)
     assert isinstance(controller("priority").decide(ONE, [busy]), Delay)
-    assert controller("priority").decide(replace(ONE, priority=1), [busy]) == Accept()
+    assert controller("priority").decide(replace(ONE, priority=1), [busy]) == Admit()
     strategy = admission_strategy("priority")
     assert strategy.order(replace(ONE, priority=1), 50.0, 0.0) < strategy.order(ONE, 0.0, 0.0)
 
@@ -95,9 +95,9 @@ def test_a_goal_that_cannot_be_met_is_refused_with_one_that_can() -> None:
     hurried = replace(ONE, slo=SLO(ttft_s=1.5), slo_slack_s=1.5)
     decision = controller("slo").decide(hurried, [replace(IDLE, num_queued_tokens=1000)])
     assert decision == Reject("the first token would come 0.5 s too late: a goal of 2 s could be met now")
-    assert controller("slo").decide(hurried, [IDLE]) == Accept()
+    assert controller("slo").decide(hurried, [IDLE]) == Admit()
     assert (
-        controller("slo").decide(hurried, [replace(IDLE, num_queued_tokens=1000)], num_cached=600) == Accept()
+        controller("slo").decide(hurried, [replace(IDLE, num_queued_tokens=1000)], num_cached=600) == Admit()
     )
 
 
@@ -114,24 +114,24 @@ def test_deadlines_come_first() -> None:
 def test_a_busy_fleet_takes_cheap_requests() -> None:
     busy = replace(IDLE, num_running=10, num_waiting=5)
     assert isinstance(
-        controller("cost").decide(replace(ONE, tokens=Tokens(range(1500))), [busy, IDLE, busy]), Accept
+        controller("cost").decide(replace(ONE, tokens=Tokens(range(1500))), [busy, IDLE, busy]), Admit
     )
     crowded = replace(busy, num_free_blocks=100)
     assert isinstance(controller("cost").decide(replace(ONE, tokens=Tokens(range(1500))), [crowded]), Delay)
-    assert controller("cost").decide(replace(ONE, tokens=Tokens(range(900))), [crowded]) == Accept()
+    assert controller("cost").decide(replace(ONE, tokens=Tokens(range(900))), [crowded]) == Admit()
 
 
 def test_adaptive_holds_back_while_goals_are_missed() -> None:
     admission = controller("adaptive")
     busy = replace(IDLE, num_running=9)
-    assert admission.decide(ONE, [busy]) == Accept()
+    assert admission.decide(ONE, [busy]) == Admit()
     for _ in range(10):
         admission.strategy.observe(2.0, 1.0)
     assert isinstance(admission.decide(ONE, [busy]), Delay)
     for _ in range(60):
         admission.strategy.observe(0.5, 1.0)
         admission.strategy.observe(0.5, None)
-    assert admission.decide(ONE, [busy]) == Accept()
+    assert admission.decide(ONE, [busy]) == Admit()
     assert isinstance(admission.strategy, Adaptive)
     assert 0.1 <= admission.strategy.share <= 1.0
 
@@ -140,13 +140,13 @@ def test_quotas_hold_across_instances() -> None:
     quotas = TenantQuotas({"t": Quota(max_requests=1)}, clock=ManualClock())
     admission = controller(quotas=quotas)
     mine = replace(ONE, namespace=Namespace("t"))
-    assert admission.decide(mine, [IDLE, IDLE]) == Accept()
+    assert admission.decide(mine, [IDLE, IDLE]) == Admit()
     assert admission.decide(replace(mine, request_id="s"), [IDLE]) == Delay(
         "its tenant has 1 requests at a time"
     )
     admission.finished("r")
     admission.finished("r")
-    assert admission.decide(replace(mine, request_id="s"), [IDLE]) == Accept()
+    assert admission.decide(replace(mine, request_id="s"), [IDLE]) == Admit()
     quotas.check()
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from sagellm.control_plane.queues import LOOK_PAST, Phase, PhaseQueue, Waiting
+from sagellm.control_plane.queues import LOOK_PAST, PhaseQueue, QueuedRequest, QueuePhase
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.protocols.router import RequestMetadata
@@ -19,7 +19,7 @@ def request(name: str, priority: int = 0, num_tokens: int = 1) -> RequestMetadat
     return RequestMetadata(name, Tokens(range(num_tokens)), priority=priority)
 
 
-def queue(phase: Phase = Phase.PREFILL, **given: int) -> PhaseQueue:
+def queue(phase: QueuePhase = QueuePhase.PREFILL, **given: int) -> PhaseQueue:
     return PhaseQueue(phase, lambda one, since_s: since_s - one.priority, clock=ManualClock(), **given)
 
 
@@ -53,14 +53,14 @@ class AgainstList(RuleBasedStateMachine):
     def drain(self, accepted: set[int]) -> None:
         seen: list[str] = []
 
-        def place(waiting: Waiting) -> bool:
+        def place(waiting: QueuedRequest) -> bool:
             seen.append(waiting.request.request_id)
             return int(waiting.request.request_id) % 41 in accepted
 
         placed = self.queue.drain(place)
         left, passed, expected_seen = [], 0, []
         for one in self.expected:
-            if passed > LOOK_PAST[Phase.PREFILL]:
+            if passed > LOOK_PAST[QueuePhase.PREFILL]:
                 left.append(one)
                 continue
             expected_seen.append(one[2])
@@ -85,7 +85,7 @@ def test_it_is_a_sorted_list() -> None:
 
 
 def test_decode_keeps_its_order() -> None:
-    waiting = queue(Phase.DECODE)
+    waiting = queue(QueuePhase.DECODE)
     for name in "abc":
         waiting.push(request(name))
     assert waiting.drain(lambda one: one.request.request_id != "b") == 1
@@ -104,7 +104,7 @@ def test_an_error_of_the_caller_loses_nobody() -> None:
     waiting = queue()
     waiting.push(request("a"))
 
-    def fails(one: Waiting) -> bool:
+    def fails(one: QueuedRequest) -> bool:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):

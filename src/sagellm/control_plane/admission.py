@@ -1,4 +1,4 @@
-"""Whether a request may enter the fleet now, later or not at all, and which of those that wait is next.
+"""Whether a request enters the fleet now, later or not at all.
 
 A strategy orders and decides; the controller around it knows limits that hold for each of them: what fits,
 what a tenant may use, how many may wait.
@@ -22,7 +22,7 @@ DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
+class Admit:
     """The request is placed now."""
 
 
@@ -42,8 +42,8 @@ class Reject:
     reason: str
 
 
-Decision: TypeAlias = Accept | Delay | Reject
-ACCEPT = Accept()
+Decision: TypeAlias = Admit | Delay | Reject
+ADMIT = Admit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Fifo:
         return arrived_s
 
     def decide(self, case: AdmissionCase) -> Decision:
-        return ACCEPT if case.has_room else Delay("every instance is full")
+        return ADMIT if case.has_room else Delay("every instance is full")
 
     def observe(self, ttft_s: float, goal_s: float | None) -> None:
         """Nothing is learned."""
@@ -103,8 +103,10 @@ class ByPriority(Fifo):
 
 @dataclass(slots=True)
 class ByDeadline(Fifo):
-    """The latest start that still meets the goal comes first; a request without one has `default_s` seconds.
-    A request whose goal cannot be met any more is rejected, so that others meet theirs."""
+    """The latest start that still meets the goal comes first.
+
+    A request without a goal has `default_s` seconds. A request whose goal cannot be met any more is
+    rejected, so that others meet theirs."""
 
     default_s: float = 30.0
 
@@ -143,9 +145,11 @@ class ByCost(Fifo):
 
 @dataclass(slots=True)
 class Adaptive(ByDeadline):
-    """Orders by deadline, and learns how many requests the fleet can hold: the share of places in use grows
-    by a hundredth with each goal that is met and shrinks by a tenth with each one that is missed (additive
-    increase, multiplicative decrease; Chiu and Jain 1989). Nobody is rejected for a goal."""
+    """Orders by deadline, and learns how many requests the fleet can hold.
+
+    The share of places in use grows by a hundredth with each goal that is met and shrinks by a tenth with
+    each one that is missed (additive increase, multiplicative decrease; Chiu and Jain 1989). No request is
+    rejected for its goal."""
 
     least: float = 0.1
     share: float = 1.0
@@ -221,7 +225,7 @@ class AdmissionController:
     ) -> Decision:
         """`num_waiting`: requests before this one in the queues. `num_cached`: tokens of its prompt on the
         instance that has most of it. Costs time linear in the instances."""
-        serving = [one for one in instances if one.kind is not InstanceType.EMBEDDING]
+        serving = [instance for instance in instances if instance.kind is not InstanceType.EMBEDDING]
         refused = self._never_fits(request, serving)
         if refused is not None:
             return refused
@@ -236,7 +240,7 @@ class AdmissionController:
             decision = self.strategy.decide(self.case(request, serving, num_cached))
         if isinstance(decision, Delay) and num_waiting >= self.max_waiting:
             return Reject(f"{num_waiting} requests wait already, {decision.reason}: try again later")
-        if isinstance(decision, Accept):
+        if isinstance(decision, Admit):
             self._accepted.append(self._clock.now())
             if self.quotas is not None:
                 self.quotas.start(request)
@@ -251,26 +255,30 @@ class AdmissionController:
         self, request: RequestMetadata, serving: Sequence[ExecutionInstance], num_cached: int = 0
     ) -> AdmissionCase:
         """A request against the instances as they last reported, with what was accepted since."""
-        reported_s = min(one.reported_s for one in serving)
+        reported_s = min(instance.reported_s for instance in serving)
         while self._accepted and self._accepted[0] < reported_s:
             self._accepted.popleft()
         compute = max(1, len(request.tokens) - num_cached)
         places = taken = 0
         compute_s = ttft_s = math.inf
-        for one in serving:
-            most = (one.max_num_seqs or one.num_running) + self.depth
-            is_full = one.num_waiting >= self.depth or not _holds(one, request)
+        for instance in serving:
+            most = (instance.max_num_seqs or instance.num_running) + self.depth
+            is_full = instance.num_waiting >= self.depth or not _holds(instance, request)
             places += most
-            taken += most if is_full else min(most, one.num_requests)
-            compute_s = min(compute_s, compute * one.prefill_token_s)
-            ttft_s = min(ttft_s, (one.num_queued_tokens + compute) * one.prefill_token_s)
+            taken += most if is_full else min(most, instance.num_requests)
+            compute_s = min(compute_s, compute * instance.prefill_token_s)
+            ttft_s = min(ttft_s, (instance.num_queued_tokens + compute) * instance.prefill_token_s)
         taken += len(self._accepted)
         return AdmissionCase(request, taken < places, compute_s, ttft_s, min(1.0, taken / places))
 
     def _never_fits(self, request: RequestMetadata, serving: Sequence[ExecutionInstance]) -> Reject | None:
-        most = max((one.num_blocks * one.block_size for one in serving), default=0)
+        most = max((instance.num_blocks * instance.block_size for instance in serving), default=0)
         needed = max(request.kv_cache_size_tokens, len(request.tokens))
-        if not most or needed <= most or any(not one.num_blocks * one.block_size for one in serving):
+        if (
+            not most
+            or needed <= most
+            or any(not instance.num_blocks * instance.block_size for instance in serving)
+        ):
             return None
         return Reject(
             f"the request needs KV for {needed} tokens, the largest instance has room for {most}: "

@@ -1,8 +1,8 @@
-"""`PhaseQueue`: the requests that wait for a place, of one phase, in the order of a strategy.
+"""`PhaseQueue`: the requests of one phase that wait for a place.
 
 A front has two: `prefill_queue` holds requests that no instance has begun, `decode_queue` those whose prompt
 is computed elsewhere and that wait for a place to go on. The first looks past a request that fits nowhere, as
-throughput counts there; the second keeps its order, as whoever waits there has a client that reads already.
+throughput counts there; the second keeps its order, as clients read these answers already.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.protocols.router import RequestMetadata
 
 
-class Phase(Enum):
+class QueuePhase(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-LOOK_PAST = {Phase.PREFILL: 16, Phase.DECODE: 0}
+LOOK_PAST = {QueuePhase.PREFILL: 16, QueuePhase.DECODE: 0}
 """Requests that are passed over in one `drain`, before it ends."""
 Order = Callable[[RequestMetadata, float], float]
 """`order(request, arrived_s)`: the smallest goes first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request, since when it waits, and its place in the order."""
 
     request: RequestMetadata
@@ -42,13 +42,13 @@ class PhaseQueue:
     that leaves or is passed over."""
 
     def __init__(
-        self, phase: Phase, order: Order, *, max_waiting: int = 4096, clock: Clock | None = None
+        self, phase: QueuePhase, order: Order, *, max_waiting: int = 4096, clock: Clock | None = None
     ) -> None:
         self.phase = phase
         self.max_waiting = max_waiting
         self._order = order
         self._clock = clock or MonotonicClock()
-        self._waiting: dict[str, tuple[Waiting, int]] = {}
+        self._waiting: dict[str, tuple[QueuedRequest, int]] = {}
         self._heap: list[tuple[float, int, str]] = []
         self._next_number = 0
         self.num_tokens = 0
@@ -70,14 +70,14 @@ class PhaseQueue:
                 name,
             )
         since_s = self._clock.now() if since_s is None else since_s
-        entry = Waiting(request, since_s, self._order(request, since_s))
+        entry = QueuedRequest(request, since_s, self._order(request, since_s))
         self._waiting[name] = entry, self._next_number
         heapq.heappush(self._heap, (entry.order, self._next_number, name))
         self._next_number += 1
         self.num_tokens += len(request.tokens)
 
     def remove(self, request_id: str) -> bool:
-        """Take a request out, as when its client goes; False if it does not wait here."""
+        """Take a request out; False if it does not wait here."""
         found = self._waiting.pop(request_id, None)
         if found is None:
             return False
@@ -87,7 +87,7 @@ class PhaseQueue:
             heapq.heapify(self._heap)
         return True
 
-    def drain(self, place: Callable[[Waiting], bool]) -> int:
+    def drain(self, place: Callable[[QueuedRequest], bool]) -> int:
         """Offer requests in order; those for which `place` returns true leave. Returns how many did. Ends
         when as many were passed over as the phase allows, plus one."""
         passed: list[tuple[float, int, str]] = []

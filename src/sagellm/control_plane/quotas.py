@@ -1,4 +1,4 @@
-"""What each tenant may use of the whole fleet: requests at a time, and tokens per second."""
+"""What each tenant may use of the whole fleet."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class QuotaLimit(NamedTuple):
 
 @dataclass(slots=True)
 class _Usage:
-    """`spent` tokens of the burst as of `at_s`; they come back at the quota's rate."""
+    """Tokens `spent` of the burst at `at_s`. They come back at the quota's rate."""
 
     at_s: float
     spent: float = 0.0

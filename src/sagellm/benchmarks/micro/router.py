@@ -1,4 +1,4 @@
-"""`sagellm bench micro router`: a router's decision over a fleet, and the events that its index absorbs.
+"""`sagellm bench micro router`: decisions over a fleet, and KV events absorbed.
 
 Section d: `instances` instances that have `indexed_blocks` different blocks cached. Each of them has a common
 beginning of 1,024 tokens, and four have the prompt: a quarter, half, three quarters and all of it. Section e:
@@ -140,8 +140,10 @@ def _events(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRo
 
 
 def _payloads(plan: MicroBenchPlan, per_event: int, rounds: int) -> list[tuple[str, bytes, int]]:
-    """Batches of 32 blocks that are stored and 32 that are removed, of all instances in turn. Blocks are
-    removed one by one, eight batches after they were stored, as vLLM evicts them. Each with its blocks."""
+    """Batches of 32 stored and 32 removed blocks, of all instances in turn.
+
+    Blocks are removed one by one, eight batches after they were stored, as vLLM evicts them. Gives instance,
+    payload and number of blocks."""
     draw = random.Random(plan.seed)
     names = [f"instance-{number}" for number in range(plan.instances)]
     chains: dict[str, list[list[bytes | int]]] = {name: [] for name in names}

@@ -16,8 +16,8 @@ from sagellm.benchmarks.simulate.control import ControlSetting, SimulatedControl
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.network import Links, PromptTransfer
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload, output_tokens
-from sagellm.control_plane.admission import Accept, Reject
-from sagellm.control_plane.queues import Waiting
+from sagellm.control_plane.admission import Admit, Reject
+from sagellm.control_plane.queues import QueuedRequest
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
@@ -162,7 +162,7 @@ class Cluster:
     def _enter(self, request: Request, now_s: float, num_waiting: int) -> bool:
         """Places or rejects a request; False if it must wait."""
         decision = self.control.decide(request, now_s, num_waiting)
-        if isinstance(decision, Accept):
+        if isinstance(decision, Admit):
             self._place(request, now_s)
         elif isinstance(decision, Reject):
             self._end(self.served[int(request.request_id)], RequestOutcome.REJECTED, now_s, decision.reason)
@@ -173,7 +173,7 @@ class Cluster:
     def _drain(self, now_s: float) -> None:
         """Offers the delayed requests again."""
 
-        def enter(waiting: Waiting) -> bool:
+        def enter(waiting: QueuedRequest) -> bool:
             name = waiting.request.request_id
             if not self._enter(self._delayed[name], now_s, 0):
                 return False

@@ -1,4 +1,4 @@
-"""The control plane of a simulated cluster: the objects that a fleet has, on the simulation's clock.
+"""The control plane of a simulated cluster, on the simulation's clock.
 
 Router, prefix index, admission and queues are those of `control_plane`. What they know may be old, as in a
 fleet: instances report every `report_s` seconds, and KV events take `event_delay_s`.
@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from sagellm.benchmarks.simulate.instance import Instance
-from sagellm.control_plane.admission import ACCEPT, AdmissionController, Decision
-from sagellm.control_plane.queues import Phase, PhaseQueue
+from sagellm.control_plane.admission import ADMIT, AdmissionController, Decision
+from sagellm.control_plane.queues import PhaseQueue, QueuePhase
 from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import KVEventItem, PrefixIndex
 from sagellm.core.clock import ManualClock
@@ -35,9 +35,10 @@ At = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class ControlSetting:
-    """A router and an admission strategy, by name or with options; `admission` None accepts everything.
+    """A router and an admission strategy, by name or with options.
 
-    `report_s`: time between two reports of an instance; 0: the router sees the present state.
+    `admission` None accepts everything. `report_s`: time between two reports of an instance; 0: the router
+    sees the present state.
     """
 
     router: str | Mapping[str, Any] = "prefix_aware"
@@ -68,7 +69,9 @@ class SimulatedControlPlane:
         self.admission = None
         if setting.admission is not None:
             self.admission = AdmissionController(setting.admission, clock=self.clock)
-        self.prefill_queue = PhaseQueue(Phase.PREFILL, self._order, max_waiting=1 << 30, clock=self.clock)
+        self.prefill_queue = PhaseQueue(
+            QueuePhase.PREFILL, self._order, max_waiting=1 << 30, clock=self.clock
+        )
         self.index = PrefixIndex(self.clock)
         self._setting = setting
         self._instances = list(instances)
@@ -127,13 +130,13 @@ class SimulatedControlPlane:
     def decide(self, request: Request, now_s: float, num_waiting: int) -> Decision:
         """Whether a request may be placed."""
         if self.admission is None:
-            return ACCEPT
+            return ADMIT
         reports = self.reports(now_s)
         most = max(prefix.num_device_tokens for prefix in self.cached(request))
         return self.admission.decide(metadata(request, now_s), reports, num_waiting, most)
 
     def place(self, request: Request, now_s: float) -> tuple[Placement, list[CachedPrefix]]:
-        """A placement, and what each instance has of the prompt as far as the index knows."""
+        """A placement, and what the index knows each instance to have cached."""
         cached = self.cached(request)
         if len(self._instances) == 1:
             return Placement(self._names[0], self._names[0], "the only one"), cached
@@ -142,7 +145,7 @@ class SimulatedControlPlane:
     def finished(
         self, request_id: str, instances: Iterable[str], latencies_s: Mapping[str, float | None]
     ) -> None:
-        """A request has ended: first the instance that computed its prompt, then the one that answered."""
+        """A request has ended. `instances`: where its prompt was computed, and its answer."""
         known = {name: value for name, value in latencies_s.items() if value is not None}
         prefill, *decode = dict.fromkeys(instances)
         if decode:

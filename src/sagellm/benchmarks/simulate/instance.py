@@ -181,8 +181,10 @@ class TokenTimes:
 
 
 class _QueuedTokens:
-    """Prompt tokens that wait or are being computed: what submitted requests lack in the cache, minus what
-    steps have computed. A hit that is longer or shorter when the request is scheduled corrects it."""
+    """Counts prompt tokens that wait or are being computed.
+
+    What submitted requests lack in the cache, minus what steps have computed. A hit that is longer or
+    shorter when the request is scheduled corrects it."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -202,7 +204,7 @@ class _QueuedTokens:
         self._uncached[request_id] = uncached
 
     def preempt(self, event: RequestPreempted) -> None:
-        """All that it had computed is to be computed again, or found in the cache when it is scheduled."""
+        """What it had computed counts again, until it is scheduled with a hit."""
         if event.request_id in self._lengths:
             self._lengths[event.request_id] = max(self._lengths[event.request_id], event.num_computed_tokens)
             self.total += event.num_computed_tokens
@@ -322,7 +324,7 @@ class Instance:
         return errors[-1] if errors else "the engine gave no reason"
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of a prompt that are cached on the device now; the last token is always computed."""
+        """Tokens of a prompt that are cached on the device now, without its last."""
         kv, most = self.engine.kv, len(request.tokens) - 1
         return kv.index.lookup(request.tokens, kv.namespace_of(request.namespace), most).num_tokens
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from sagellm.benchmarks.simulate.instance import Instance
-from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
+from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.router import RequestMetadata
@@ -57,7 +57,7 @@ class Links:
         """Puts the transfer into the queue of its target."""
         name, request = transfer.target.name, transfer.request
         if name not in self._queues:
-            self._queues[name] = PhaseQueue(Phase.DECODE, lambda *_: 0.0, max_waiting=1 << 30)
+            self._queues[name] = PhaseQueue(QueuePhase.DECODE, lambda *_: 0.0, max_waiting=1 << 30)
         self._transfers[request.request_id] = transfer
         self._queues[name].push(RequestMetadata(request.request_id, request.tokens), transfer.ready_s)
 
@@ -66,7 +66,7 @@ class Links:
         queue = self._queues.get(target.name)
         begun: list[PromptTransfer] = []
 
-        def begin(waiting: Waiting) -> bool:
+        def begin(waiting: QueuedRequest) -> bool:
             transfer = self._transfers[waiting.request.request_id]
             if not self._has_room(transfer):
                 return False

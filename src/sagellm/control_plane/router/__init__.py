@@ -1,4 +1,4 @@
-"""Which instance serves a request: routers by name, and the index of what instances have cached."""
+"""Which instance serves a request, and what instances have cached."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ DEFAULT_ROUTER = "cost"
 
 
 def make_router(setting: str | Mapping[str, Any], clock: Clock | None = None) -> Router:
-    """A router by name, or by `name` and options; a name may be written with hyphens.
+    """A router by name, or by `name` and options.
 
-    Routers that need the time get `clock`, the machine's by default. Raises `UnknownNameError` or
+    A name may be written with hyphens. Routers that need the time get `clock`, the machine's by default.
+    Raises `UnknownNameError` or
     `ConfigError` with what is known.
     """
     options: dict[str, Any] = {"name": setting} if isinstance(setting, str) else dict(setting)

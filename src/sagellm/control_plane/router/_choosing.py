@@ -16,7 +16,7 @@ from sagellm.core.protocols.router import (
 
 
 class ChoosingRouter(ABC):
-    """Places a request on the instance whose index `choose` returns, with its reason; learns nothing.
+    """Places a request on the instance that `choose` returns; learns nothing.
 
     Where there are instances for each phase, it chooses twice, and every request is separated.
     """
@@ -50,8 +50,10 @@ class ChoosingRouter(ABC):
 
 
 def phases(instances: Sequence[ExecutionInstance]) -> tuple[list[int], list[int]]:
-    """The places of instances that begin requests, and of those that go on with them; none of the second
-    kind: the first serve whole requests. Raises `CapacityError` without an instance that serves."""
+    """The places of instances that begin requests, and that go on with them.
+
+    Without any of the second kind the first serve whole requests. Raises `CapacityError` without an
+    instance that serves."""
     kinds = [instance.kind for instance in instances]
     prefill = [i for i, kind in enumerate(kinds) if kind is InstanceType.PREFILLING]
     decode = [i for i, kind in enumerate(kinds) if kind is InstanceType.DECODING]

@@ -1,4 +1,4 @@
-"""What a router remembers of its own placements, and has learned from what became of them.
+"""What a router remembers of its placements, and learns from them.
 
 `PlacedLoad`: load that reports do not show yet. `LearnedSpeeds`: corrections of what instances say of
 themselves. `Sessions`, `TenantLoad`, `RecentWork`: where sessions and tenants were placed lately, and how
@@ -166,7 +166,7 @@ class Sessions:
 
 @dataclass(slots=True)
 class TenantShare:
-    """Tokens by instance, as they counted at `at_s`; they lose half of their weight in `HALF_LIFE_S`."""
+    """Tokens by instance, at `at_s`. Half of them are forgotten in `HALF_LIFE_S`."""
 
     at_s: float
     total: float = 0.0
@@ -213,7 +213,7 @@ class TenantLoad:
 
 
 class RecentWork:
-    """Seconds of work that were placed lately, per second; what is older counts less, by `HALF_LIFE_S`."""
+    """Seconds of work placed lately, per second. Half is forgotten in `HALF_LIFE_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""A radix tree over the tokens of blocks, which remembers for each block which instances hold it.
+"""A radix tree over the tokens of blocks, with the holders of each block.
 
 An edge holds 1 to `MAX_EDGE_BLOCKS` whole blocks as bytes, so that a prompt is compared as memory. The
 limit bounds what one event costs: an edge's bytes are copied when it is split, its bitsets when a block goes.
-Who holds an edge is kept twice: for blocks in device memory, and for blocks in lower tiers.
+Holders are kept twice: of blocks in device memory, and of blocks in lower tiers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Holding:
         self.partial: dict[int, int] = {}
 
     def add(self, instance: int, first: int, count: int, num_blocks: int) -> None:
-        """The instance holds blocks `first` to `first + count` of an edge of `num_blocks` blocks."""
+        """The instance holds `count` of an edge's `num_blocks` blocks, from `first` on."""
         bit = 1 << instance
         if self.full & bit:
             return
@@ -90,7 +90,7 @@ class Holding:
             self.partial[instance] = bits
 
     def resize(self, old: int, new: int) -> None:
-        """The edge has `new` blocks in place of `old`; no block from `new` on is held."""
+        """The edge has `new` blocks, not `old`. None beyond `new` is held."""
         full, self.full = self.full, 0
         held = dict(self.partial)
         held |= dict.fromkeys(members(full), (1 << old) - 1)
@@ -107,8 +107,8 @@ class Holding:
 
 class Edge:
     """Blocks `start` to `end` of a path, below `parent`. A root has none. `number` never changes; positions
-    name it, `num_positions` of them (`FleetTree`). `lower`: holders in tiers below the device; None: nobody
-    yet. An edge without blocks is removed, and kept as long as positions name it."""
+    name it, `num_positions` of them (`FleetTree`). `lower`: holders in tiers below the device; None: no
+    holder yet. An edge without blocks is removed, and kept as long as positions name it."""
 
     __slots__ = (
         "block_bytes", "children", "device", "end", "lower", "num_positions", "number", "parent", "start",
@@ -144,7 +144,7 @@ class Edge:
         return self.lower
 
     def common_blocks(self, data: bytes, offset: int, first: int = 0) -> int:
-        """How many blocks from its block `first` on are equal to `data` from byte `offset` on."""
+        """How many blocks from `first` on are those of `data` at `offset`."""
         size = self.block_bytes
         low, high = 0, min(self.num_blocks - first, (len(data) - offset) // size)
         at = first * size
@@ -193,7 +193,7 @@ class FleetTree:
         return roots[block_bytes]
 
     def walk(self, root: Edge, data: bytes) -> tuple[list[Edge], int]:
-        """The edges that `data` runs through, and how many blocks of it they have in common with it."""
+        """The edges that `data` runs through, and the number of common blocks."""
         path: list[Edge] = []
         edge, offset, size, end = root, 0, root.block_bytes, len(data)
         while True:
@@ -210,7 +210,7 @@ class FleetTree:
                 return path, offset // size
 
     def find(self, position: int) -> tuple[Edge, int] | None:
-        """The edge that holds a position, and the depth; None if that block is gone from the tree."""
+        """The edge that holds a position, and the depth; None if it is gone."""
         edge, depth = self.edges[position >> 32], position & DEPTH
         while depth < edge.start:
             assert edge.parent is not None
@@ -240,7 +240,9 @@ class FleetTree:
         return edge
 
     def room(self, edge: Edge, instance: int) -> int:
-        """Blocks by which an edge may grow in place: only a leaf that no other instance holds does."""
+        """Blocks by which an edge may grow in place.
+
+        Only a leaf that no other instance holds grows."""
         if edge.children or edge.parent is None or edge.device.is_held_by_others(instance):
             return 0
         if edge.lower is not None and edge.lower.is_held_by_others(instance):
@@ -248,7 +250,7 @@ class FleetTree:
         return MAX_EDGE_BLOCKS - edge.num_blocks
 
     def extend(self, edge: Edge, data: bytes, instance: int, *, is_device: bool) -> None:
-        """Append blocks to a leaf that has room for them; `instance` holds them from now on."""
+        """Append blocks, which `instance` holds, to a leaf that has room."""
         old, count = edge.num_blocks, len(data) // edge.block_bytes
         edge.tokens += data
         edge.end += count
@@ -261,7 +263,7 @@ class FleetTree:
         mine.add(instance, old, count, old + count)
 
     def split(self, edge: Edge, at: int) -> Edge:
-        """Put the first `at` blocks of an edge into a new one above it; returns the new one."""
+        """Put the first `at` blocks of an edge into a new edge above it."""
         num_blocks, parent = edge.num_blocks, edge.parent
         assert parent is not None
         cut = at * edge.block_bytes
@@ -280,7 +282,9 @@ class FleetTree:
         return head
 
     def trim(self, edge: Edge) -> None:
-        """Remove the blocks at the end of a leaf that nobody holds, and what becomes such a leaf above it."""
+        """Remove blocks without a holder at the end of a leaf.
+
+        An edge above that becomes such a leaf is trimmed too."""
         while edge.parent is not None and not edge.children:
             num_blocks = edge.num_blocks
             kept = edge.device.length(num_blocks)
@@ -342,7 +346,7 @@ def _check_edge(edge: Edge, registered: Edge | None) -> None:
             if holding.full >> instance & 1 or not 0 < bits < (1 << num_blocks) - 1:
                 raise BookkeepingError(f"{what}: instance {instance} has bits {bits:b} of {num_blocks}")
     if not edge.children and length < num_blocks:
-        raise BookkeepingError(f"{what}: nobody holds the last blocks of a leaf")
+        raise BookkeepingError(f"{what}: the last blocks of a leaf have no holder")
 
 
 def members(mask: int) -> list[int]:
@@ -358,7 +362,7 @@ def num_leading(bits: int) -> int:
 
 
 def leading_on_device(path: Sequence[Edge], end: int) -> Iterator[tuple[int, int]]:
-    """How many of the `end` blocks of a path instances have in device memory, from the first one on.
+    """Leading blocks of a path that instances have in device memory, at most `end`.
 
     Yields bitmasks of instances with that number; each instance is in one of them, or has none."""
     first = path[0].device

@@ -1,8 +1,8 @@
 """`cost`: the instance where a request costs least, in seconds.
 
 Every reason is a term in seconds, so that they can be added: what waits there, what of the prompt must be
-computed, loaded from a lower tier or fetched from a peer, what the answer takes, whom that delays, which
-goals are missed. `Placement.terms` gives those of the instance that was chosen.
+computed, loaded from a lower tier or fetched from a peer, what the answer takes, how it delays others,
+which goals are missed. `Placement.terms` gives those of the instance that was chosen.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DECODE = _BITS[InstanceType.DECODING] | _BITS[InstanceType.HYBRID]
 
 
 class _View:
-    """An instance's load in seconds, until its next report: with what was placed on it since the last one."""
+    """An instance's load in seconds, with what was placed on it since its report."""
 
     __slots__ = ("free_tokens", "instance", "is_fresh", "kind", "num_requests", "queue_s", "rate", "step_s")
 
@@ -179,7 +179,7 @@ class CostRouter:
     # -- costs
 
     def _all_views(self, instances: Sequence[ExecutionInstance]) -> tuple[list[_View], int, bool]:
-        """A view of each instance, the kinds that there are, and whether all of them are fresh."""
+        """A view of each instance, their kinds, and whether all are fresh."""
         known, views, kinds, is_fresh = self._views, [], 0, True
         for instance in instances:
             view = known.get(instance.instance_id)
@@ -223,8 +223,10 @@ class CostRouter:
     def _costs(
         self, asked: _Request, views: Sequence[_View], cached: Sequence[CachedPrefix], places: Sequence[int]
     ) -> list[float]:
-        """What a request costs in all at each of `places`: the sum of `_terms`, which says of what. One loop
-        without calls, as it runs for each instance of a fleet (`sagellm bench micro router`)."""
+        """What a request costs in all at each of `places`.
+
+        The sum of `_terms`, which says of what. One loop without calls, as it runs for each instance of a
+        fleet (`sagellm bench micro router`)."""
         num_tokens, num_output, slack_s, tpot_s, tenant, last, _, peer, peer_tokens = asked
         most, needed = num_tokens - 1, num_tokens + num_output
         delay, load, late = self.delay_weight, self.load_token_s, self.late_weight
@@ -346,7 +348,7 @@ class CostRouter:
         at: int,
         whole_s: float,
     ) -> Placement | None:
-        """The best pair of instances, if the policy prefers it to the whole request at `at`."""
+        """The best pair of instances, if the policy prefers it to instance `at`."""
         first = {
             i: math.fsum(self._terms(asked, views, cached, i, decodes=False).values())
             for i in _of_kind(views, kinds, _PREFILL)
@@ -377,13 +379,13 @@ class CostRouter:
         return Placement(*names, reason, terms, fetch_from)
 
     def _decode_terms(self, asked: _Request, view: _View, prefix: CachedPrefix) -> dict[str, float]:
-        """What the second half costs: KV that is not there yet comes over the network."""
-        here = min(prefix.num_device_tokens, asked.num_tokens - 1)
+        """What the second half costs. Missing KV comes over the network."""
+        num_cached = min(prefix.num_device_tokens, asked.num_tokens - 1)
         terms = {
-            "transfer": self.transfer_latency_s + (asked.num_tokens - here) * self.transfer_token_s,
+            "transfer": self.transfer_latency_s + (asked.num_tokens - num_cached) * self.transfer_token_s,
             "decode": asked.num_output * self.decode_weight * view.step_s,
         }
-        needed = asked.num_tokens + asked.num_output - here
+        needed = asked.num_tokens + asked.num_output - num_cached
         if needed > view.free_tokens:
             terms["memory"] = (needed - view.free_tokens) * view.rate
         late_s = max(0.0, view.step_s - asked.tpot_s) * asked.num_output

@@ -1,4 +1,4 @@
-"""`llm_d`: the rule of llm-d's router: stay with the prefix until its instance is saturated.
+"""`llm_d`: llm-d's rule, to stay with the prefix until its instance is saturated.
 
 llm-d/llm-d-router, `prefix-cache-affinity-filter` and `token-load-scorer` (READMEs of 2026-09), as its guide
 "optimized baseline" joins them:
@@ -21,7 +21,7 @@ from sagellm.core.protocols.router import CachedPrefix, ExecutionInstance, Place
 
 
 class LlmDRouter(ChoosingRouter):
-    """Defaults are llm-d's; its throughput is that of Qwen 32B on two H100, so measure your own."""
+    """Defaults are llm-d's. Its throughput is that of Qwen 32B on two H100: measure yours."""
 
     reads_cache = True
 
@@ -59,7 +59,9 @@ class LlmDRouter(ChoosingRouter):
     ) -> tuple[int, str]:
         num_tokens = len(request.tokens)
         in_flight = [instance.num_queued_tokens + self._placed.of(instance)[1] for instance in instances]
-        kept = [i for i, one in enumerate(cached) if one.num_device_tokens >= self._threshold * num_tokens]
+        kept = [
+            i for i, prefix in enumerate(cached) if prefix.num_device_tokens >= self._threshold * num_tokens
+        ]
         others = sorted(set(range(len(instances))) - set(kept)) if kept else []
         reason = "prefix" if kept else "load"
         if others and self._max_penalty_tokens:

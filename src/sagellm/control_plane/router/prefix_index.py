@@ -85,7 +85,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class InstanceEvents:
+class EventCounts:
     """What was seen of one instance's events.
 
     `num_orphans`: blocks left out because their parent is not known, as when the events were read from the
@@ -105,7 +105,7 @@ class InstanceEvents:
 class _Instance:
     index: int
     known: dict[Tier, _Known] = field(default_factory=dict)
-    counts: InstanceEvents = field(default_factory=InstanceEvents)
+    counts: EventCounts = field(default_factory=EventCounts)
     stale_until_s: float | None = None
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class PrefixIndex:
     # -- instances
 
     def join(self, instance_id: str) -> None:
-        """An instance whose cache is empty, and whose events will all be given to `apply`."""
+        """Add an instance whose cache is empty. All its events go to `apply`."""
         self._instance(instance_id)
 
     def leave(self, instance_id: str) -> None:
@@ -160,7 +160,7 @@ class PrefixIndex:
             self._asked = ()
 
     def is_fresh(self, instance_id: str) -> bool:
-        """Whether what is known of the instance's cache is complete; False for one that is not known."""
+        """Whether all of the instance's cache is known; False without such an instance."""
         instance = self._instances.get(instance_id)
         if instance is None:
             return False
@@ -168,11 +168,11 @@ class PrefixIndex:
             self._expire(instance)
         return instance.stale_until_s is None
 
-    def events_of(self, instance_id: str) -> InstanceEvents:
+    def events_of(self, instance_id: str) -> EventCounts:
         """The counts of an instance; zeros for one that is not known."""
         instance = self._instances.get(instance_id)
         if instance is None:
-            return InstanceEvents()
+            return EventCounts()
         instance.counts.num_blocks = len(instance)
         return instance.counts
 
@@ -198,10 +198,10 @@ class PrefixIndex:
                 continue
             block_tokens = block_bytes // TOKEN_BYTES
             for mask, num_blocks in leading_on_device(path, end):
-                here = CachedPrefix(num_blocks * block_tokens, num_blocks * block_tokens)
+                prefix = CachedPrefix(num_blocks * block_tokens, num_blocks * block_tokens)
                 for index in members(mask):
-                    if here > found[index]:
-                        found[index] = here
+                    if prefix > found[index]:
+                        found[index] = prefix
             for mask, num_blocks in leading_in_any(path, end, self._tiered) if self._tiered else ():
                 for index in members(mask):
                     if num_blocks * block_tokens > found[index].num_tokens:
@@ -336,7 +336,7 @@ class PrefixIndex:
             self._insert(instance, tier, edge, depth + 1, data, keys)
 
     def _parent(self, instance: _Instance, known: _Known, key: int) -> tuple[Edge, int] | None:
-        """The edge and depth of a block of the instance, in that tier or else in another one."""
+        """The edge and depth of a block that an instance has in some tier."""
         for holder in (known, *instance.known.values()):
             position = holder.get(key)
             if position is not None:
@@ -347,7 +347,7 @@ class PrefixIndex:
         return None
 
     def _rename(self, positions: dict[int, int], key: int, position: int, edge: Edge) -> None:
-        """Let a position name the edge that holds it now, so that the next look-up climbs no parents."""
+        """Let a position name its present edge, so that no parents are climbed."""
         number = position >> 32
         if number != edge.number:
             positions[key] = position & DEPTH | edge.number << 32
@@ -371,7 +371,7 @@ class PrefixIndex:
     def _insert(
         self, instance: _Instance, tier: Tier, edge: Edge, at: int, data: bytes, keys: Sequence[int]
     ) -> None:
-        """Store blocks below depth `at` of the path that runs through `edge`, which has that depth."""
+        """Store blocks below depth `at` of a path; `edge` has that depth."""
         size, done, total, is_device = edge.block_bytes, 0, len(keys), tier is Tier.HBM
         while done < total:
             if at == edge.end:
@@ -405,7 +405,7 @@ class PrefixIndex:
     def _add_positions(
         self, instance: _Instance, tier: Tier, edge: Edge, at: int, keys: Sequence[int]
     ) -> None:
-        """The blocks of an edge from depth `at` on have these hashes at an instance."""
+        """Remember an instance's hashes of an edge's blocks, from depth `at` on."""
         known, first = instance.known[tier], edge.number << 32 | at
         positions, before = known.positions, len(known.positions)
         if known.suspects:
@@ -525,7 +525,7 @@ class PrefixIndex:
 
 
 def _keys(hashes: Sequence[BlockHash]) -> list[int]:
-    """Hashes as the wire's short form has them: the last 8 bytes, as a number."""
+    """The last 8 bytes of each hash as a number, as on the wire."""
     return [
         block_hash & _HASH_MASK
         if isinstance(block_hash, int)
@@ -535,7 +535,9 @@ def _keys(hashes: Sequence[BlockHash]) -> list[int]:
 
 
 def _space(tenant: str, adapter: str) -> tuple[str, str]:
-    """What separates prefixes: the tenant's digest (an event of the wire has it already), and the adapter."""
+    """What separates prefixes: the tenant's digest and the adapter.
+
+    An event of the wire has the digest already."""
     is_digest = tenant.startswith("salt:") and len(tenant) == _DIGEST
     return (tenant if is_digest or not tenant else salt_digest(tenant)), adapter
 

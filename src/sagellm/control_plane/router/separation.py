@@ -1,4 +1,4 @@
-"""Whether a request is served whole in one place, or its prompt apart from its answer.
+"""Whether prompt and answer of a request are computed on different instances.
 
 Serving it whole is the default for what gains nothing: a short prompt, or one that is cached already.
 """

@@ -81,7 +81,9 @@ class ExecutionInstance:
 
 
 class CachedPrefix(NamedTuple):
-    """How many leading tokens of a prompt an instance has: in device memory, and with its lower tiers."""
+    """Leading tokens of a prompt that an instance has.
+
+    Those in device memory, and those in any tier."""
 
     num_device_tokens: int = 0
     num_tokens: int = 0
@@ -121,8 +123,9 @@ class Router(Protocol):
         instances: Sequence[ExecutionInstance],
         cached: Sequence[CachedPrefix],
     ) -> Placement:
-        """Choose among `instances`, of which `cached` has one entry each. Raises `CapacityError` if none of
-        them can serve a request."""
+        """Choose among `instances`; `cached` has one entry for each of them.
+
+        Raises `CapacityError` if none of them can serve a request."""
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
-        """Learn from a finished request, in seconds: ttft, tpot, e2e, as far as they are known."""
+        """Learn from a finished request. Seconds by name, where known: ttft, tpot, e2e."""
