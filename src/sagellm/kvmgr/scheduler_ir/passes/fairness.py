@@ -82,6 +82,8 @@ class FairnessPass:
                 if not state.num_preemptions:
                     self._charge(tenant, max(1, state.num_prompt_tokens - state.num_cached))
                 self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
+        if any(not self._num_waiting[state.request.namespace.tenant] for state in self._queue.arrived):
+            self._charge_outputs()  # first: else a new tenant would be ahead by what others have generated
         for state in self._queue.arrived:
             self._queue.rerank(state, prefix_hit(draft, view, state).num_tokens)
             tenant = state.request.namespace.tenant
