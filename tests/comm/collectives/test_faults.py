@@ -93,6 +93,28 @@ def test_a_rank_that_leaves_fails_those_that_wait_for_it() -> None:
     passed(run_ranks(2, left))
 
 
+def closed(rank: int, world_size: int, folder: str, name: str) -> str:
+    """Rank 1 leaves and stays alive, so no end of a process tells the others."""
+    backend = group(name, rank, world_size, folder)
+    backend.barrier().wait()
+    until_s = time.monotonic() + 20.0
+    if rank == 1:
+        backend.close()
+        while len(list(Path(folder).glob("ended-*"))) < world_size - 1 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return ""
+    with pytest.raises(CommError):
+        backend.barrier().wait()
+    assert time.monotonic() < until_s
+    (Path(folder) / f"ended-{rank}").touch()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "torch_distributed", "auto"])
+def test_a_rank_that_closes_its_group_ends_the_wait_of_the_others(name: str) -> None:
+    passed(run_ranks(3, closed, name))
+
+
 def hung(rank: int, world_size: int, folder: str, name: str) -> str:
     backend = made(name, rank, world_size, folder, timeout_s=0.5)
     backend.barrier().wait()

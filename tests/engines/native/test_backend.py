@@ -264,13 +264,10 @@ def test_half_precision_is_computed_in_float32_where_that_is_faster(
     assert options.fastest_dtype(torch.float32, CPU, 10) == torch.float32
     assert options.fastest_dtype(torch.bfloat16, CPU, 1 << 50) == torch.bfloat16
     for seconds, expected in ((5.0, "float32"), (1.0, "bfloat16")):
-        monkeypatch.setattr(options, "_gemm_s", {torch.bfloat16: seconds, torch.float32: 1.0}.__getitem__)
-        options.is_emulated.cache_clear()
+        monkeypatch.setattr(options, "recorded", lambda *_, seconds=seconds: (seconds, 1.0))
         made = NativeBackend(folder, dtype="bfloat16", num_blocks=2, threads=1)
         assert made.capability().dtype == "bfloat16"
         assert made.get_kv_schema().dtype == expected
-    monkeypatch.undo()
-    options.is_emulated.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm-projected", "qwen3-head80-window"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
-from sagellm.engines.native import measure
-from sagellm.engines.native.measure import recorded
+from sagellm.engines.native import measure, options
+from sagellm.engines.native.measure import in_turns, recorded
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +85,44 @@ def test_without_a_folder_they_last_as_long_as_the_process(
     numbers = iter([(1.0,), (2.0,)])
     for _ in range(2):
         assert recorded("a race", "v1", lambda: next(numbers)) == (1.0,)
+
+
+CPU = torch.device("cpu")
+
+
+def test_runs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first round is not counted, and the order changes from round to round."""
+    now_s, order = 0.0, ""
+
+    def run(name: str, seconds: float) -> None:
+        nonlocal now_s, order
+        now_s += 100 * seconds if len(order) < 2 else seconds
+        order += name
+
+    monkeypatch.setattr(time, "thread_time", lambda: now_s)
+    assert in_turns(CPU, [partial(run, "a", 1.0), partial(run, "b", 3.0)], 3) == [1.0, 3.0]
+    assert order == "abbaabba"
+
+
+def test_a_machine_that_becomes_slow_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, calls = 0.0, count()
+
+    def run() -> None:
+        nonlocal now_s
+        now_s += 1.0 if next(calls) < 8 else 5.0
+
+    monkeypatch.setattr(time, "thread_time", lambda: now_s)
+    assert in_turns(CPU, [run, run], 7) == [5.0, 5.0]
+
+
+def test_the_computing_dtype_is_measured_once_on_a_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the ratio that decides, another run could choose otherwise, and answers would have other bits."""
+    times = iter([[1.6, 1.0], [1.4, 1.0]])
+    monkeypatch.setattr(options, "in_turns", lambda *_: next(times))
+    for _ in range(2):
+        assert options.is_emulated(torch.bfloat16)
+        forget()
+    assert not options.is_emulated(torch.float16), "another dtype is measured by itself"
+    assert len(list(folder.iterdir())) == 2

@@ -20,7 +20,7 @@ from sagellm.comm.interconnect.vendor import VendorInterconnect
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.interconnect import InterconnectInfo
 from sagellm.engines.native.accelerators import default_device, free_bytes, runs_triton
-from sagellm.engines.native.measure import device_s
+from sagellm.engines.native.measure import in_turns
 from sagellm.engines.native.options import usable_device
 from tests.comm.interconnect.emulated_vendor import FREE_BYTES, EmulatedVendor
 
@@ -76,7 +76,8 @@ def test_a_chip_that_is_not_there_says_what_was_looked_for(below: Path) -> None:
 
 
 def test_a_cpu_is_timed_by_its_own_time() -> None:
-    assert device_s(torch.device("cpu"), lambda: None, 2) >= 0.0
+    [seconds] = in_turns(torch.device("cpu"), [lambda: None], 2)
+    assert seconds >= 0.0
 
 
 def test_an_emulated_npu_answers_as_the_cpu_does(tmp_path: Path) -> None:

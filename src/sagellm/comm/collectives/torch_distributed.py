@@ -186,10 +186,18 @@ class TorchDistributedBackend(CheckedBackend):
         return self._submit(lambda: self._group.recv([memory], source, tag), finish, memory)
 
     def _leave(self) -> None:
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            with suppress(RuntimeError):  # not every vendor's can
-                abort()
+        """Abort the group and drop it.
+
+        Gloo's `abort` does nothing: its connections are closed with the last reference to the group. Then
+        the others stop waiting for this rank. Dropping it waits for a collective under way, so a thread drops
+        it.
+        """
+        if self._group is None:
+            return
+        _abort(self._group)
+        held, self._group = [self._group], None
+        with suppress(RuntimeError):  # the interpreter ends and starts no thread
+            Thread(target=held.clear, daemon=True).start()
 
     def _submit(self, call: Callable[[], Any], finish: Finish, *held: torch.Tensor) -> TorchWork:
         """Submit an operation that uses the tensors `held`."""
@@ -267,6 +275,8 @@ class TorchWork:
             if not isinstance(error, RuntimeError):
                 raise
             return False
+        finally:
+            self._work = None  # it keeps the connections of its group open
         self._held.clear()
         return True
 
@@ -340,6 +350,13 @@ def _summable(data: torch.Tensor) -> torch.Tensor:
     No backend sums int16; sums in int32 wrap around alike when they are cut to 16 bits.
     """
     return data.to(torch.int32) if data.dtype == torch.int16 else data
+
+
+def _abort(group: ProcessGroup) -> None:
+    abort = getattr(group, "abort", None)
+    if abort is not None:
+        with suppress(RuntimeError):  # not every vendor's can
+            abort()
 
 
 def _failure(error: BaseException) -> CommError:

@@ -30,7 +30,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, Scores
 from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.measure import Decide, alone, device_s, recorded, torch_threads
+from sagellm.engines.native.measure import MARGIN, Decide, alone, in_turns, recorded, torch_threads
 from sagellm.engines.native.memory import to_device
 
 QUERY_TILE = 256
@@ -452,7 +452,7 @@ def _with_scores(
     return mixed.view(num_seqs, heads, tokens, -1)
 
 
-CONTEXT, CHUNK, _REPEATS = 384, 128, 5
+CONTEXT, CHUNK, _ROUNDS = 384, 128, 7
 
 
 def attention_planner(
@@ -486,8 +486,8 @@ def _serves(kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | N
 def kernel_wins_prefill(
     kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None = None
 ) -> bool:
-    """Whether a prefill chunk behind a context is faster by `kernel` than by torch. Torch may win where it
-    has bfloat16 instructions, or on a GPU a kernel of its own. The times are recorded.
+    """Whether `kernel` is faster than torch by `MARGIN` for a prefill chunk behind a context. Torch may win
+    where it has bfloat16 instructions, or on a GPU a kernel of its own. The times are recorded.
     """
     pool = kv.keys[0]
     shape = (num_heads, *pool.shape[1:], kv.value_dim)
@@ -495,7 +495,7 @@ def kernel_wins_prefill(
     case = f"attention of {CHUNK} tokens behind {CONTEXT} in {pool.dtype}, {shape}, {kind}"
     measure = partial(_time_prefill, kernel, kv, num_heads, scores)
     by_torch, by_kernel = recorded(case, getattr(kernel, "build", ""), measure)
-    return by_kernel < by_torch
+    return by_kernel * MARGIN < by_torch
 
 
 def _time_prefill(
@@ -513,13 +513,9 @@ def _time_prefill(
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query, key = pool.new_ones(CHUNK, num_heads, head_dim), pool.new_ones(CHUNK, kv_heads, head_dim)
     value = key[..., : kv.value_dim]
+    planners = AttentionPlanner(small), AttentionPlanner(small, kernel)
+    plans = [planner.plan([], [], [span], None) for planner in planners]
+    runs = [partial(attend, plan, small, 0, query, key, value, scores) for plan in plans]
     with torch_threads(1):
-        by_torch, by_kernel = (
-            device_s(
-                query.device,
-                partial(attend, planner.plan([], [], [span], None), small, 0, query, key, value, scores),
-                _REPEATS,
-            )
-            for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
-        )
+        by_torch, by_kernel = in_turns(query.device, runs, _ROUNDS)
     return by_torch, by_kernel

@@ -83,7 +83,8 @@ class NativeBackend:
     `host_memory_bytes` are left to a tier in host memory. `measure_prefill`: start-up measures how long a
     prompt takes.
 
-    `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use.
+    `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use. Of
+    several ranks each has as many, of both its part.
     `progress(bytes_done, bytes_total)` is called while weights are loaded.
 
     On a CPU `kernels` provides kernels that are measured against torch. Where they are faster, matrices stay
@@ -128,7 +129,7 @@ class NativeBackend:
         self._max_model_len, spec = source.max_model_len, source.spec
         check_chunks(spec.kv_windows, block_size)
         num_weights = num_parameters(source.plan)
-        threads = threads or suitable_threads(num_weights, sharing)
+        threads = threads or decide(lambda: suitable_threads(source.num_weights, sharing))
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels, decide)
@@ -445,12 +446,12 @@ def _kernels(
 
 
 def suitable_threads(num_parameters: int, sharing: int = 1) -> int:
-    """One thread per 8 M parameters, at most one per core. Of the cores `sharing` ranks have equal parts.
+    """One thread per 8 M parameters, at most one per core. `sharing` ranks have equal parts of both.
 
     In a small model parallel regions are so short that waiting for the last thread costs more than it saves,
     many times more on a machine with other work.
     """
-    return max(1, min(usable_cores() // sharing, num_parameters // PARAMETERS_PER_THREAD))
+    return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD) // sharing)
 
 
 @contextmanager

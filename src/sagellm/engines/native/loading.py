@@ -87,7 +87,10 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet."""
+    """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet.
+
+    With `split`, `spec` and `plan` are those of one rank; `num_weights` are the parameters of all.
+    """
 
     folder: Path
     spec: ModelSpec | BridgedSpec
@@ -95,6 +98,7 @@ class CheckedModel:
     device: torch.device
     max_model_len: int
     plan: Sequence[Parameter]
+    num_weights: int
     checkpoint: Checkpoint
     split: Split | None = None
 
@@ -114,15 +118,17 @@ class CheckedModel:
         spec = spec.for_length(length)
         checkpoint = Checkpoint(folder)
         if not isinstance(spec, ModelSpec):
-            return cls(folder, spec, quantization, where, length, spec.plan, checkpoint)
+            num_weights = num_parameters(spec.plan)
+            return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint)
         spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
         check(plan, checkpoint, quantization.stored)
+        num_weights = num_parameters(plan)
         if split is not None:
             split.check(spec)
             check_stored(quantization, split)
             plan, spec = split.parameters(plan, spec), split.spec(spec)
-        return cls(folder, spec, quantization, where, length, plan, checkpoint, split)
+        return cls(folder, spec, quantization, where, length, plan, num_weights, checkpoint, split)
 
     @property
     def label(self) -> str:
@@ -148,9 +154,9 @@ class CheckedModel:
         def computed_in() -> int:
             if compute_dtype != "auto":
                 return DTYPES.index(dtype_name(torch_dtype(compute_dtype)))
-            count = num_parameters(self.plan) * (1 if self.split is None else self.split.num_ranks)
             widened = kernel_set.linear is None
-            return DTYPES.index(dtype_name(fastest_dtype(wanted, self.device, count, widened=widened)))
+            fastest = fastest_dtype(wanted, self.device, self.num_weights, widened=widened)
+            return DTYPES.index(dtype_name(fastest))
 
         computed = torch_dtype(DTYPES[decide(computed_in)])
         packs = decide(lambda: packing_is_faster(measured_set.linear, computed, wanted))

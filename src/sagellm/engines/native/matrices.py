@@ -28,11 +28,11 @@ from torch.nn import functional as F
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
 from sagellm.core.protocols.fusion import FusedKernel, LinearKernel, QuantizedKernel
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightFormat, WeightQuantizer
-from sagellm.engines.native.measure import cpu_s, recorded, torch_threads
+from sagellm.engines.native.measure import MARGIN, in_turns, recorded, torch_threads
 
 FEWEST_ROWS, MOST_ROWS = 5, 192
 MEASURED_ROWS = (1, 8, 32, 256)
-_INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 5
+_INPUTS, _OUTPUTS, _ROUNDS = 1024, 384, 7
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,13 +114,13 @@ class Dense:
 
 
 def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether `kernel` is faster than torch, in the geometric mean over `MEASURED_ROWS`. The kernel
-    multiplies `dtype` by `weight_dtype`, torch `dtype` by `dtype`.
+    """Whether `kernel` is faster than torch by `MARGIN`, in the geometric mean over `MEASURED_ROWS`. The
+    kernel multiplies `dtype` by `weight_dtype`, torch `dtype` by `dtype`.
     """
     if kernel is None or not kernel.multiplies(dtype, weight_dtype):
         return False
     seconds = time_kernel(kernel, dtype, weight_dtype)
-    return geometric_mean(torch_s / kernel_s for torch_s, kernel_s in seconds.values()) > 1
+    return geometric_mean(torch_s / kernel_s for torch_s, kernel_s in seconds.values()) > MARGIN
 
 
 def time_kernel(
@@ -139,7 +139,8 @@ def time_kernel(
         with torch_threads(1):
             for rows in MEASURED_ROWS:
                 x = torch.ones(rows, _INPUTS, dtype=dtype)
-                seconds += [cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed)]
+                runs = [partial(matrix.multiply, x) for matrix in (dense, packed)]
+                seconds += in_turns(x.device, runs, _ROUNDS)
         return seconds
 
     case = f"{weight_dtype} matrices times {MEASURED_ROWS} rows of {dtype}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -22,6 +23,10 @@ from sagellm.engines.native.accelerators import module_of
 
 Decide = Callable[[Callable[[], int]], int]
 """Calls what chooses, on the first of several ranks only, and gives its choice to all of them."""
+
+MARGIN = 1.05
+"""What is measured is chosen in place of the default if it is faster by this factor. Below it the clock would
+decide."""
 
 
 def alone(choose: Callable[[], int]) -> int:
@@ -40,22 +45,27 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def cpu_s(run: Callable[[], object], repeats: int) -> float:
-    """CPU seconds of this thread for the fastest run; other processes hardly change them."""
-    return fastest(run, repeats, time.thread_time)
+def in_turns(device: torch.device, runs: Sequence[Callable[[], object]], num_rounds: int) -> list[float]:
+    """Median seconds of each of `runs` until `device` has finished.
 
-
-def device_s(device: torch.device, run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest run until `device` has finished. On a CPU as `cpu_s`."""
-    if device.type == "cpu":
-        return cpu_s(run, repeats)
-    synchronize = module_of(device).synchronize
-
-    def now() -> float:
-        synchronize()
-        return time.perf_counter()
-
-    return fastest(run, repeats, now)
+    They take turns, in each round in the other order, so that what slows the machine for a while slows all of
+    them. A first round is not counted. On a CPU these are CPU seconds of this thread, which other processes
+    hardly change.
+    """
+    is_cpu = device.type == "cpu"
+    now = time.thread_time if is_cpu else time.perf_counter
+    synchronize: Callable[[], object] = (lambda: None) if is_cpu else module_of(device).synchronize
+    seconds: list[list[float]] = [[] for _ in runs]
+    order = range(len(runs))
+    for _ in range(1 + num_rounds):
+        for i in order:
+            synchronize()
+            start = now()
+            runs[i]()
+            synchronize()
+            seconds[i].append(now() - start)
+        order = order[::-1]
+    return [median(measured[1:]) for measured in seconds]
 
 
 def fastest(run: Callable[[], object], repeats: int, now: Callable[[], float]) -> float:
@@ -72,13 +82,13 @@ def recorded(case: str, build: str, measure: Callable[[], Sequence[float]]) -> t
     """The numbers that `measure` gave the first time on this machine.
 
     What is chosen by them, and with that the bits of answers, is then the same in every run. `case` says what
-    is measured, and `build` names the compiled kernel: another build, CPU or torch is measured anew. Records
-    are files beside the compiled kernels; without their folder they last as long as the process. Without a
-    build nothing is recorded.
+    is measured, and `build` names the compiled kernel (or "torch"): another build, CPU or torch is measured
+    anew. Records are files beside the compiled kernels; without their folder they last as long as the
+    process. Without a build nothing is recorded.
     """
     if not build:
         return tuple(measure())
-    key = repr((case, build, _cpu(), torch.__version__))
+    key = repr((case, build, _cpu(), torch.__version__, "medians"))
     if key not in _in_this_process:
         _in_this_process[key] = _on_disk(key, measure)
     return _in_this_process[key]

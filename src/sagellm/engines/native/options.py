@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import AttentionChunk, Window
 from sagellm.engines.native.accelerators import default_device, load
-from sagellm.engines.native.measure import cpu_s, torch_threads
+from sagellm.engines.native.measure import in_turns, recorded, torch_threads
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.model_spec import DTYPES, ModelSpec
 
@@ -64,7 +64,7 @@ def model_length(spec: ModelSpec | BridgedSpec, wanted: int | None) -> int:
     return wanted or spec.max_model_len
 
 
-_ROWS, _INPUTS, _OUTPUTS, _REPEATS = 64, 1024, 2048, 3
+_ROWS, _INPUTS, _OUTPUTS, _ROUNDS = 64, 1024, 2048, 5
 _WORTH = 1.5
 _MEMORY_SHARE = 0.5
 
@@ -90,7 +90,7 @@ def fastest_dtype(
     fp32 speed, or less. There a checkpoint in half precision is computed in float32: each weight keeps its
     value, and sums, softmax and KV cache are more exact than the checkpoint. If the weights have to be
     `widened` for it, they take twice the memory, so they may take at most half of what is available. A few
-    milliseconds of GEMMs decide, once in a process: two engines of it always agree.
+    milliseconds of GEMMs decide. They are recorded, so all runs on a machine agree.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
@@ -99,15 +99,22 @@ def fastest_dtype(
     return torch.float32 if is_emulated(dtype) else dtype
 
 
-@cache
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in float32 much faster than in `dtype`."""
+    """Whether this CPU multiplies in float32 much faster than in `dtype`: by more than `_WORTH`."""
+    case = f"{_ROWS} rows times {_OUTPUTS} x {_INPUTS} in {dtype} and float32"
+    in_dtype, in_float32 = recorded(case, "torch", partial(_gemms_s, dtype))
+    return in_dtype > _WORTH * in_float32
+
+
+def _gemms_s(dtype: torch.dtype) -> list[float]:
+    """CPU seconds of GEMMs (a decode batch or a short prompt) in `dtype` and in float32."""
+    runs = [
+        partial(
+            torch.nn.functional.linear,
+            torch.ones(_ROWS, _INPUTS, dtype=tried),
+            torch.ones(_OUTPUTS, _INPUTS, dtype=tried),
+        )
+        for tried in (dtype, torch.float32)
+    ]
     with torch_threads(1):
-        return _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32)
-
-
-def _gemm_s(dtype: torch.dtype) -> float:
-    """CPU seconds of a GEMM of 64 rows (a decode batch or short prompt)."""
-    x = torch.ones(_ROWS, _INPUTS, dtype=dtype)
-    weight = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
-    return cpu_s(lambda: torch.nn.functional.linear(x, weight), _REPEATS)
+        return in_turns(torch.device("cpu"), runs, _ROUNDS)

@@ -16,6 +16,8 @@ from sagellm.engines.native import attention, backend, matrices, options
 from sagellm.engines.native.attention import AttentionPlanner, attention_planner
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.loading import CheckedModel
+from sagellm.engines.native.measure import torch_threads
 from sagellm.engines.native.parallel.split import Split
 from tests.engines.native.driver import GREEDY, Driver
 from tests.engines.native.parallel.rank_threads import first_rank
@@ -104,6 +106,30 @@ def test_the_first_rank_chooses_for_all(model: Path, wins: bool, monkeypatch: py
         driver.run()
     assert [made.kernel is not None and made._chunks for made in planners] == [wins, wins]
     assert sorted(asked) == ["is_emulated", "kernel_wins_prefill", "time_kernel"], "the others are not asked"
+
+
+@pytest.mark.parametrize("split", [Split(0, tensor=2), Split(0, pipeline=2)])
+def test_the_first_rank_chooses_the_threads_of_all(
+    model: Path, split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the parameters of the whole model, also where the parts differ."""
+    whole = CheckedModel.of(model, "cpu", None, None, None).num_weights
+    main, used, asked = threading.current_thread(), list[int](), list[tuple[int, int]]()
+
+    def suitable(*given: int) -> int:
+        asked.append(given)
+        return 2 if threading.current_thread() is main else 1
+
+    def kernels(threads: int) -> KernelSet:
+        used.append(threads)
+        return KernelSet()
+
+    monkeypatch.setattr(backend, "suitable_threads", suitable)
+    given: dict[str, Any] = {"threads": None, "split_kv": split.pipeline == 1, "kernels": kernels}
+    with torch_threads(torch.get_num_threads()), first_rank(model, split, **given):
+        pass
+    assert asked == [(whole, 2)], "the other rank is not asked"
+    assert used == [2, 2]
 
 
 def test_a_rank_without_the_kernels_of_the_others_is_refused(model: Path) -> None:
