@@ -281,7 +281,7 @@ class Gateway:
         self._asyncio = None
 
     async def _wait_for_loop(self, timeout_s: float) -> None:
-        """Wait until the engine loop has ended, the time is over or the end is hurried."""
+        """Wait for the end of the loop, of the time, or for `hurry`."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + timeout_s
         while not (self.stopped or self._hurried or now_s() >= until_s):

@@ -330,7 +330,7 @@ class LLM:
         return self._engine.diagnostics()
 
     def close(self) -> None:
-        """Abort what is open and release the engine, which ends other ranks before it waits for a step."""
+        """Abort what is open and release the engine. Other ranks are ended before a step is waited for."""
         self._closed = True
         self._open.clear()
         self._by_engine_id.clear()
