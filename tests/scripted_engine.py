@@ -155,7 +155,12 @@ class ScriptedEngine:
     def capability(self) -> CapabilityDescriptor:
         return CapabilityDescriptor("cpu", "float32", 512, 512, NUM_BLOCKS, BLOCK_SIZE, 64)
 
+    def end_ranks(self, grace_s: float) -> bool:
+        return False
+
     def close(self) -> None:
+        for request_id in list(self.running):
+            self.abort(request_id)
         self.closed = True
 
 

@@ -460,6 +460,21 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 RECURRENT = {name for name in TINY_MODELS if name.startswith(("qwen3-next", "qwen3.5", "granite-hybrid"))}
 """Those with recurrent states."""
+DISTINCT = (
+    *("llama", "llama-head80-tied", "llama-one-head-each", "llama4", "mistral-window", "qwen3"),
+    *(
+        "deepseek2-lite",
+        "deepseek3-yarn",
+        "opt-post-norm-projected",
+        "gpt-oss",
+        "mixtral-window",
+        "qwen3-moe",
+    ),
+    *("granite-hybrid", "qwen3-next", "qwen3.5", "phi3-longrope-short-window", "olmo3-window-mix"),
+    *("smollm3", "granite", "glm4", "gemma2", "gemma3", "gemma4", "gemma4-wide-windows"),
+)
+"""One of each way of attention and of each wiring of layers. The others differ from one of them in angles of
+RoPE, biases, tied weights or names in their checkpoints; `test_parity.py` compares all with transformers."""
 
 
 def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:

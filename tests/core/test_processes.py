@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sagellm.core import processes
 from sagellm.core.errors import EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
 from tests.core.processes_entries import HERE
@@ -163,3 +164,19 @@ def test_a_child_that_reads_nothing_does_not_hold_up_the_end(groups: list[Proces
     sender.join(LONG_S)
     assert not closer.is_alive()
     assert not sender.is_alive()
+
+
+def test_a_child_that_stays_though_it_was_killed_is_left(
+    groups: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that a device's driver holds: here nothing kills it."""
+    groups.append(ProcessGroup.start([Role("rank 1", f"{HERE}:sleep")]))
+    [pid] = groups[0].pids
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "KILLED_S", 0.2)
+        patched.setattr(groups[0], "_kill", lambda: None)
+        groups[0].close(0.1)
+    assert f"rank 1 (process {pid}) was killed and has not ended" in caplog.text
+    groups[0].close(0.0)
+    assert not is_alive(pid)

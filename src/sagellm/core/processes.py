@@ -3,7 +3,8 @@
 Each child runs `python -m sagellm.core.child_process`, which calls an entry "package.module:function". What a
 child needs comes over its standard input: its role, then messages. The input is also its lifeline: when the
 parent dies, even by `kill -9`, it ends, and then the child does. So nothing is left behind, and nothing
-secret is in a command line or an environment.
+secret is in a command line or an environment. Only a child that is stopped (SIGSTOP) when its parent dies
+stays until it is continued; `close` kills it.
 
 A child that ends unasked ends the others. `failure` then says which one, and why.
 """
@@ -32,6 +33,8 @@ LENGTH_BYTES = 8
 """A message is preceded by its length, little-endian."""
 REPORT_S = 5.0
 """The longest time between the end of a child's input and output and the moment when its end is known."""
+KILLED_S = 5.0
+"""A process that was killed and is still there after so long is left: a driver of a device may hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ class ProcessGroup:
             self._on_failure(self.failure)
 
     def _end(self, grace_s: float) -> None:
+        end_s = time.monotonic() + grace_s + KILLED_S
         timer = threading.Timer(grace_s, self._kill)
         timer.daemon = True
         timer.start()  # first: a thread that sends to a child that does not read holds up `close`
@@ -172,7 +176,10 @@ class ProcessGroup:
             with suppress(OSError):  # what was not sent yet has no reader any more
                 child.input.close()
         for child in self._children:
-            child.process.wait()
+            try:
+                child.process.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.error("%s (process %d) was killed and has not ended", child.role.name, child.process.pid)
         timer.cancel()
 
     def _kill(self) -> None:

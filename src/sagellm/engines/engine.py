@@ -33,6 +33,7 @@ from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, Reque
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import (
+    RANKS_END_S,
     EngineDiagnostics,
     EngineStats,
     InferenceBackend,
@@ -337,10 +338,14 @@ class Engine:
         ahead, size = self._num_given_ahead(), self.kv.block_size
         self._request_table.check(lambda name: self.kv.num_slots(name) - ahead.get(name, 0) * size)
 
+    def end_ranks(self, grace_s: float) -> bool:
+        end: Callable[[float], None] | None = getattr(self.backend, "end_ranks", None)
+        if end is not None:
+            end(grace_s)
+        return end is not None
+
     def close(self) -> None:
-        end_ranks: Callable[[], None] | None = getattr(self.backend, "end_ranks", None)
-        if end_ranks is not None:
-            end_ranks()  # a step under way may wait for one that does not answer any more
+        self.end_ranks(RANKS_END_S)  # a step under way may wait for one that does not answer any more
         for request_id in list(self._request_table.states):
             with suppress(EngineFailedError):  # of a step that has failed with the ranks
                 self.abort(request_id)

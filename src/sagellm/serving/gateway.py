@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError
+from sagellm.core.protocols.engine import RANKS_END_S
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.clients import Client, ClientLoad
@@ -262,17 +263,29 @@ class Gateway:
         self._hurried = True
 
     async def close(self, timeout_s: float) -> None:
-        """Stop the engine loop within `timeout_s`. Open generations end with an error."""
+        """Stop the engine loop. Open generations end with an error.
+
+        A step has `timeout_s` to end, none after `hurry`. Then the other ranks of the model are ended, by
+        force after `RANKS_END_S` (at once after `hurry`): a step that waits for one of them ends too, and no
+        rank is left when this returns.
+        """
         self.refuse_new()
         self.fail_open("the server is shutting down")
         self._loop.request_stop()
+        await self._wait_for_loop(timeout_s)
+        if not self.stopped:
+            log.warning("the engine's last step did not end in time")
+            grace_s = 0.0 if self._hurried else RANKS_END_S
+            if await asyncio.to_thread(self._loop.end_ranks, grace_s):
+                await self._wait_for_loop(RANKS_END_S)
+        self._asyncio = None
+
+    async def _wait_for_loop(self, timeout_s: float) -> None:
+        """Wait for the end of the loop, of the time, or for `hurry`."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + timeout_s
         while not (self.stopped or self._hurried or now_s() >= until_s):
             await asyncio.sleep(_POLL_S)
-        if not self.stopped:
-            log.warning("the engine's last step did not end in time")
-        self._asyncio = None
 
     def check_room(self, num_prompts: int, n: int, client: Client) -> None:
         """Raise what `open` would for so many prompts, before they are encoded."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sagellm.core.errors import RequestError, SageError
+from sagellm.core.errors import EngineFailedError, RequestError, SageError
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
@@ -62,7 +62,7 @@ class EngineLoop:
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sagellm-engine", daemon=True)
-        self._stopping = False
+        self._stopping = self._gives_up = False
         self.failure: Exception | None = None
         self.stats: EngineStats = llm.stats()
 
@@ -113,7 +113,7 @@ class EngineLoop:
         self._queue(call)
 
     def request_stop(self) -> None:
-        """End the thread after the step that runs. A step that never ends dies with the process."""
+        """End the thread after the step that runs. See `end_ranks` for one that does not end."""
 
         def stop() -> None:
             self._stopping = True
@@ -124,11 +124,23 @@ class EngineLoop:
         self._commands.put(command)
         self._llm.engine.wake()
 
+    def end_ranks(self, grace_s: float) -> bool:
+        """End the other ranks of the model, by force after `grace_s`. Returns when they have ended.
+
+        A step that waits for one then ends the loop, which is no failure of the engine. False if there are
+        none.
+        """
+        self._gives_up = True
+        return self._llm.engine.end_ranks(grace_s)
+
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._execute_and_step()
         except Exception as error:
+            if self._gives_up and isinstance(error, EngineFailedError):
+                log.info("the last step was given up: %s", error)
+                return
             log.exception("the engine loop has failed; the server answers 503 from now on")
             self.failure = error
             self._deliver([LoopFailed(error)])

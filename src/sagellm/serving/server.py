@@ -124,9 +124,13 @@ class SageServer(uvicorn.Server):
         elif sig == signal.SIGINT and not self.forced:
             self.forced = True
             self._gateway.hurry()
-            killer = threading.Timer(FORCED_EXIT_S, os._exit, (INTERRUPTED,))
+            killer = threading.Timer(FORCED_EXIT_S, self._exit_at_once)
             killer.daemon = True
             killer.start()
+
+    def _exit_at_once(self) -> None:
+        self._gateway.llm.engine.end_ranks(0.0)
+        os._exit(INTERRUPTED)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then end. The listener stays open meanwhile, and answers new requests 503."""
@@ -191,7 +195,8 @@ def serve(
 
     Logs to stderr unless the caller has set up logging. A `listener`, made by `bind`, replaces the address in
     `settings`. Raises `ConfigError` for an address that is not available, `EngineFailedError` when the engine
-    has failed, and `KeyboardInterrupt` after a second SIGINT. The `llm` stays open if its last step hangs.
+    has failed, and `KeyboardInterrupt` after a second SIGINT. If its last step hangs, the `llm` stays open
+    and its other ranks are ended.
     """
     set_up_logging(log_level, log_format)
     app = create_app(llm, _within_descriptors(settings), **options)

@@ -20,9 +20,10 @@ from sagellm.engines.build import build_engine, load
 from sagellm.engines.native import attention, recorded_steps
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
 from tests.bridged_models import save_bridged
+from tests.effort import usual
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.engines.native.test_recorded_steps import Recorder
-from tests.tiny_models import RECURRENT, TINY_MODELS, VOCAB, save_tiny
+from tests.tiny_models import DISTINCT, RECURRENT, TINY_MODELS, VOCAB, save_tiny
 
 PARAMS = (
     GREEDY,
@@ -95,7 +96,7 @@ def made(folder: Path, kernels: KernelSet | None = None, **options: object) -> R
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - RECURRENT))
+@pytest.mark.parametrize("name", usual(set(DISTINCT) - RECURRENT, sorted(TINY_MODELS.keys() - RECURRENT)))
 def test_the_same_outputs_by_torch(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
     compare(made(tmp_path))

@@ -23,9 +23,10 @@ from sagellm.engines.native.attention import (
 )
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.measure import torch_threads
+from tests.effort import usual
 from tests.engines.native.attention_reference import attention_reference
 from tests.engines.native.driver import Driver, RecordingBackend, Running
-from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
+from tests.tiny_models import DISTINCT, TINY_MODELS, VOCAB, save_tiny
 
 KV_HEADS, HEADS, DIM, BLOCK_SIZE = 2, 6, 24, 4
 
@@ -146,7 +147,7 @@ def generate(folder: Path, kernels: KernelSet) -> list[Running]:
     return done
 
 
-@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+@pytest.mark.parametrize("name", usual(DISTINCT, sorted(TINY_MODELS)))
 def test_the_same_tokens_with_the_kernel_on_and_off(
     name: str, kernel: FusedKernel, chunks: bool, tmp_path: Path
 ) -> None:

@@ -25,9 +25,9 @@ from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from tests.builders import PreemptAtRandom, check_books, fake_engine
-from tests.effort import examples
+from tests.effort import examples, usual
 from tests.engines.native.test_same_tokens import alone, backend, engine, prompt
-from tests.tiny_models import RECURRENT, TINY_MODELS, make_tiny
+from tests.tiny_models import DISTINCT, RECURRENT, TINY_MODELS, make_tiny
 
 TOLERANCE = 1e-5
 """transformers computes norms and rotations in float32, whatever the dtype of the model."""
@@ -78,7 +78,7 @@ def ask(busy: Engine, name: str, tokens: Sequence[int], max_tokens: int = 2, top
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # of the part for images
-@pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - RECURRENT))
+@pytest.mark.parametrize("name", usual(set(DISTINCT) - RECURRENT, sorted(TINY_MODELS.keys() - RECURRENT)))
 def test_they_are_those_of_transformers(name: str) -> None:
     """In chunks, in a batch with requests that ask for none, and with the prompt in the cache."""
     busy = engine(name, 100, 13, strategies.make("fifo"), caching=True)

@@ -23,8 +23,9 @@ from sagellm.engines.native.backend import CaptureSource
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.recorded_steps import DecodeInputs, buckets, cuda_capture
+from tests.effort import usual
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
-from tests.tiny_models import RECURRENT, TINY_MODELS, VOCAB, save_tiny
+from tests.tiny_models import DISTINCT, RECURRENT, TINY_MODELS, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -134,7 +135,7 @@ TOLERANCE = {"gemma4": 2e-5}
 """Its float32 logits by transformers are 2.1e-5 from those in float64, three times as far as llama's."""
 
 
-@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+@pytest.mark.parametrize("name", usual(DISTINCT, sorted(TINY_MODELS)))
 def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
     recorder = Recorder()

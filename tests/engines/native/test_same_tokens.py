@@ -32,8 +32,8 @@ from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import PreemptAtRandom, load_always, run_all
-from tests.effort import examples
-from tests.tiny_models import RECURRENT, TINY_MODELS, VOCAB, save_tiny
+from tests.effort import examples, usual
+from tests.tiny_models import DISTINCT, RECURRENT, TINY_MODELS, VOCAB, save_tiny
 
 BLOCK = 4
 MAX_LEN = 96
@@ -215,7 +215,7 @@ def test_the_same_tokens_with_every_policy(policy: str) -> None:
     assert stats.reuse.num_hit_blocks > 0
 
 
-@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+@pytest.mark.parametrize("name", usual(DISTINCT, sorted(TINY_MODELS)))
 def test_a_second_turn_reuses_generated_tokens(name: str) -> None:
     chat = engine(name, 512, 64, [], caching=True)
     first = prompt(0, 21, 1)

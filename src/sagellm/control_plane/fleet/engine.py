@@ -192,6 +192,10 @@ class FleetEngine:
     def idle_s(self) -> float | None:
         return max(0.0, self._next_tick_s - self._clock.now())
 
+    def end_ranks(self, grace_s: float) -> bool:
+        """An instance ends its own ranks."""
+        return False
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

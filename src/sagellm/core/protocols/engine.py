@@ -104,8 +104,8 @@ class InferenceBackend(Protocol):
     `EngineDiagnostics.expert_rows`. KV tiers need `kv_bytes()`, which returns its `BlockBytes`, or
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
     a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
-    which raises `EngineFailedError` once one has ended, `end_ranks()`, after which a step under way ends soon
-    and no other can follow, and `communication_s`.
+    which raises `EngineFailedError` once one has ended, `end_ranks(grace_s)`, as that of `EngineCore`, and
+    `communication_s`.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an
@@ -130,6 +130,10 @@ class TokenCopies(Protocol):
         A slot is block id x block size + offset. The targets are consecutive positions of one request and no
         sources; what follows them in a block that begins with them is cleared. Returns when the KV is there.
         """
+
+
+RANKS_END_S = 5.0
+"""Ranks that were asked to end get so long, then they are killed."""
 
 
 class EngineCore(Protocol):
@@ -195,4 +199,11 @@ class EngineCore(Protocol):
 
     def capability(self) -> CapabilityDescriptor: ...
 
-    def close(self) -> None: ...
+    def end_ranks(self, grace_s: float) -> bool:
+        """End the processes of the model's other ranks, by force after `grace_s`. False if there are none.
+
+        A step that waits for one then fails within seconds, and no other can follow. For any thread.
+        """
+
+    def close(self) -> None:
+        """Abort all requests and release everything; the last call. Ends the other ranks first."""

@@ -330,13 +330,12 @@ class LLM:
         return self._engine.diagnostics()
 
     def close(self) -> None:
-        """Abort what is open and release the engine."""
-        try:
-            for request_id in list(self._open):
-                self.abort(request_id)
-        finally:
-            self._closed = True
-            self._engine.close()
+        """Abort what is open and release the engine. Other ranks are ended before a step is waited for."""
+        self._closed = True
+        self._open.clear()
+        self._by_engine_id.clear()
+        self._undelivered.clear()
+        self._engine.close()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None

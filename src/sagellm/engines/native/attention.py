@@ -486,7 +486,7 @@ def _serves(kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | N
 def kernel_wins_prefill(
     kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None = None
 ) -> bool:
-    """Whether `kernel` is faster than torch by `MARGIN` for a prefill chunk behind a context. Torch may win
+    """Whether `kernel` computes prefill chunks behind a context faster than torch, by `MARGIN`. Torch may win
     where it has bfloat16 instructions, or on a GPU a kernel of its own. The times are recorded.
     """
     pool = kv.keys[0]

@@ -100,14 +100,14 @@ def fastest_dtype(
 
 
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in float32 much faster than in `dtype`: by more than `_WORTH`."""
+    """Whether this CPU multiplies in float32 more than `_WORTH` times as fast."""
     case = f"{_ROWS} rows times {_OUTPUTS} x {_INPUTS} in {dtype} and float32"
     in_dtype, in_float32 = recorded(case, "torch", partial(_gemms_s, dtype))
     return in_dtype > _WORTH * in_float32
 
 
 def _gemms_s(dtype: torch.dtype) -> list[float]:
-    """CPU seconds of GEMMs (a decode batch or a short prompt) in `dtype` and in float32."""
+    """CPU seconds of GEMMs of a decode batch in `dtype` and in float32."""
     runs = [
         partial(
             torch.nn.functional.linear,

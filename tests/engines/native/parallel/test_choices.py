@@ -114,7 +114,7 @@ def test_the_first_rank_chooses_the_threads_of_all(
 ) -> None:
     """By the parameters of the whole model, also where the parts differ."""
     whole = CheckedModel.of(model, "cpu", None, None, None).num_weights
-    main, used, asked = threading.current_thread(), list[int](), list[tuple[int, int]]()
+    main, used, asked = threading.current_thread(), list[int](), list[tuple[int, ...]]()
 
     def suitable(*given: int) -> int:
         asked.append(given)

@@ -58,6 +58,20 @@ def test_output_counts() -> None:
     assert desk.scheduler_pass.counters == {"a": 8 + 2 * 50, "b": 0.0}
 
 
+def test_a_tenant_that_comes_late_does_not_start_ahead() -> None:
+    """What others have generated counts first, also while they were alone."""
+    scheduler_pass = FairnessPass(quantum=0.0, output_cost=2.0)
+    desk = Desk(scheduler_pass)
+    desk.waiting = [state("a", 8, tenant="a")]
+    desk.step()
+    talkative = desk.run_first()
+    desk.step()
+    talkative.tokens.extend([1] * 50)
+    desk.waiting = [state("b", 8, tenant="b")]
+    desk.step()
+    assert scheduler_pass.counters == {"a": 8 + 2 * 50, "b": 8 + 2 * 50}
+
+
 def test_idle_time_saves_nothing_up() -> None:
     desk = Desk(FairnessPass(quantum=0.0))
     desk.waiting = [state(f"busy{i}", 10, tenant="busy") for i in range(50)]
@@ -107,7 +121,7 @@ def test_counters_of_tenants_long_idle_are_forgotten() -> None:
     for i in range(5000):
         desk.waiting = [state(str(i), tenant=f"t{i}")]
         desk.step()
-        desk.run_first()
+        desk.run_first().status = RequestStatus.FINISHED
     assert len(scheduler_pass.counters) <= 4200
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.plan import Chunk, RequestState
+from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, DeskView, admit, state
 
@@ -32,6 +33,25 @@ def test_levels_rise_with_time_and_equals_keep_their_order() -> None:
     assert desk.step() == ["high", "b", "a"]
     desk.now_s = 20.0
     assert desk.step() == ["b", "a", "high"]
+
+
+def test_a_request_that_waits_again_rises_one_level_at_a_time() -> None:
+    desk = Desk(PriorityBasedPass(age_s=10.0))
+    desk.waiting = [state("again")]
+    desk.step()
+    again = desk.run_first()
+    desk.step()
+    again.status = RequestStatus.WAITING  # it was preempted
+    desk.waiting = [state("rival", priority=1, arrival_s=9.0), again]
+    assert desk.step() == ["rival", "again"]
+    desk.now_s = 10.0
+    assert desk.step() == ["rival", "again"]  # both of level 1
+    desk.now_s = 18.0
+    assert desk.step() == ["rival", "again"]
+    desk.now_s = 20.0
+    assert desk.step() == ["rival", "again"]  # both of level 2
+    desk.now_s = 30.0
+    assert desk.step() == ["rival", "again"]
 
 
 def test_the_running_stand_by_priority_and_arrival() -> None:

@@ -52,9 +52,9 @@ class LeadingRank(NativeBackend):
         """Seconds so far of communication, waiting for others included."""
         return self._ranks.spent_s
 
-    def end_ranks(self) -> None:
-        """End the other ranks. A step under way that waits for one of them fails within seconds."""
-        self._ranks.end()
+    def end_ranks(self, grace_s: float) -> None:
+        """End the other ranks, by force after `grace_s`. A step that waits for one of them fails soon."""
+        self._ranks.end(grace_s)
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
         self._ranks.is_midway = False

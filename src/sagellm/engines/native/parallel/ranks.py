@@ -147,10 +147,13 @@ class Ranks:
                 return failed
         return EngineFailedError(f"rank {self.split.rank} failed: {error}")
 
-    def end(self) -> None:
-        """End the processes of the other ranks. What waits for them fails soon. May be called twice."""
+    def end(self, grace_s: float = REPORT_S) -> None:
+        """End the processes of the other ranks, by force after `grace_s`. What waits for them fails soon.
+
+        May be called twice, and from any thread.
+        """
         if self._processes is not None:
-            self._processes.close(REPORT_S)
+            self._processes.close(grace_s)
 
     def close(self) -> None:
         """End the other ranks, and leave the group. May be called twice."""

@@ -84,6 +84,8 @@ class FairnessPass:
                     self._charge(tenant, max(1, given - state.num_cached))
                 known = state.num_output_tokens if state.num_preemptions else len(state.request.generated)
                 self._charged[state] = known
+        if any(not self._num_waiting[state.request.namespace.tenant] for state in self._queue.arrived):
+            self._charge_outputs()  # first: else a new tenant would be ahead by what others have generated
         for state in self._queue.arrived:
             self._queue.rerank(state, prefix_hit(draft, view, state).num_tokens)
             tenant = state.request.namespace.tenant

@@ -54,7 +54,7 @@ class PriorityBasedPass:
         self.age_s, self.classes = age_s, dict(classes or {})
         self.preempt, self.watermark = preempt, watermark
         self._queue = RankedQueue()
-        self._rises: list[tuple[float, int, RequestState]] = []  # heap: when a request rises next
+        self._rises: list[tuple[float, int, RequestState, int]] = []  # heap: when a request rises, to what
         self._count = count()
         self._has_sorted_running = False
         self._lowest_running = sys.maxsize  # at most the lowest priority of a running request
@@ -120,16 +120,18 @@ class PriorityBasedPass:
             num_rises = level - self.priority(state) + 1
             rises_s = state.request.arrival_s + num_rises * self.age_s
             if rises_s > now_s:  # else the clock is too far for floats to tell ages apart
-                heappush(self._rises, (rises_s, next(self._count), state))
+                heappush(self._rises, (rises_s, next(self._count), state, level + 1))
         self._queue.rerank(state, -level)
 
     def _raise_levels(self, now_s: float) -> bool:
         """Raise the level of requests that waited long enough. Returns whether any did."""
         rises, ranks, has_risen = self._rises, self._queue.ranks, False
         while rises and rises[0][0] <= now_s:
-            state = heappop(rises)[2]
-            if state.status is RequestStatus.WAITING and state in ranks:
-                self._set_level(state, max(1 - ranks[state], self.level(state, now_s)), now_s)
+            *_, state, level = heappop(rises)
+            rank = ranks.get(state)
+            has_level = rank is None or -rank >= level  # a request that waits again may have two entries
+            if state.status is RequestStatus.WAITING and not has_level:
+                self._set_level(state, max(level, self.level(state, now_s)), now_s)
                 has_risen = True
         return has_risen
 
