@@ -17,7 +17,7 @@ from sagellm.control_plane.fleet.questions import Member, Questions
 from sagellm.control_plane.fleet.served import Served, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
-from sagellm.control_plane.queues import Phase, PhaseQueue, Waiting
+from sagellm.control_plane.queues import QueuePhase, PhaseQueue, QueuedRequest
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
 from sagellm.core.errors import (
@@ -128,8 +128,8 @@ class FleetEngine:
         self._check, self._clock, self.policy = check, clock, policy
         self._namespace_of = namespace_of
         self._admission = admission or AdmissionController(clock=clock)
-        self.prefill_queue = PhaseQueue(Phase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
-        self.decode_queue = PhaseQueue(Phase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
+        self.prefill_queue = PhaseQueue(QueuePhase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
+        self.decode_queue = PhaseQueue(QueuePhase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
         self._outputs: list[RequestOutput] = []
@@ -465,7 +465,7 @@ class FleetEngine:
             self.prefill_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
 
     def _try_to_place(
-        self, waiting: Waiting, loads: Sequence[ExecutionInstance], names: Sequence[str]
+        self, waiting: QueuedRequest, loads: Sequence[ExecutionInstance], names: Sequence[str]
     ) -> bool:
         """Whether the request need not wait any longer."""
         served = self.requests.waiting[waiting.request.request_id]

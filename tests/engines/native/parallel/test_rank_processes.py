@@ -23,7 +23,7 @@ from sagellm.engines import engine as engine_module
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import RANKS_LOOK_S, Engine
 from sagellm.engines.llm import LLM
-from sagellm.engines.native.parallel import ranks, start
+from sagellm.engines.native.parallel import start
 from sagellm.engines.native.parallel.backends import LeadingRank
 from tests.builders import request, run_all
 from tests.effort import usual
