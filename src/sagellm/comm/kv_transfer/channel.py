@@ -339,7 +339,7 @@ class TransferChannel:
         state = self._links[link]
         if state.greeted_s is None and not self._is_closed and self._sender.is_due(link):
             state.greeted_s = self._clock.now()
-            self._transport.post(link, Message(self._hello.kind, self._hello.pack()))
+            self._transport.post(link, Message(self._hello.kind, self._hello.pack(), opens=True))
 
     def _expect_greeting(self, link: int) -> None:
         """Disconnect a link whose other side does not answer our HELLO."""

@@ -252,7 +252,7 @@ class Message(NamedTuple):
     """What a link carries. `kind` and `head` belong to the protocol.
 
     The payload of a chunk (`is_chunk`) is read where it lies, until `sent`; other payloads are small and
-    copied. `token`: what `sent` names.
+    copied. `token`: what `sent` names. `opens`: it begins a conversation, so a link may be connected for it.
     """
 
     kind: int
@@ -260,6 +260,7 @@ class Message(NamedTuple):
     payload: Sequence[Buffer] = ()
     is_chunk: bool = False
     token: int = 0
+    opens: bool = False
 
 
 class TransportEndpoint(Protocol):
@@ -278,7 +279,7 @@ class TransportEndpoint(Protocol):
         """The payload of a chunk is not read any more: sent, or lost."""
 
     def lost(self, link: int, reason: str) -> None:
-        """A link could not be connected or has ended. The next `post` connects again."""
+        """A link could not be connected or has ended. The next message that opens connects it again."""
 
 
 class TransportEngine(Protocol):
@@ -299,7 +300,7 @@ class TransportEngine(Protocol):
         """Where others connect to. After `start`."""
 
     def connect(self, address: Mapping[str, str | int]) -> int:
-        """A link to another instance; returns at once. The first `post` connects it.
+        """A link to another instance; returns at once. The first message that opens connects it.
 
         Raises `ConfigError` for an address that is none of this transport.
         """
@@ -315,7 +316,11 @@ class TransportEngine(Protocol):
         """Give back reserved memory without a post."""
 
     def post(self, link: int, message: Message) -> None:
-        """Queue a message; returns at once."""
+        """Queue a message; returns at once.
+
+        On a link that is not connected, only one that opens is sent. Others were meant for the connection
+        before: they are dropped, and a chunk counts as sent.
+        """
 
     def call(self, task: Callable[[], None]) -> None:
         """Have the endpoint's thread run a short task, behind what was posted before."""
