@@ -280,11 +280,11 @@ def test_messages_of_the_wrong_side_end_the_link(to_sender: bool) -> None:
     settle()
     [ours] = source.channel._peers.values()
     [incoming] = target.channel._receiver._incoming.values()
-    offer = Offer(1, "r", ("", "", "", ""), ("", ""), 0, 0, False, 1)
+    offer = Offer(1, 1, "r", ("", "", "", ""), ("", ""), 0, 0, False, 1)
     if to_sender:
         target.channel._transport.post(incoming.waiting.link, Message(offer.kind, offer.pack()))
     else:
-        accept = Accept(1, 1, 0, 1)
+        accept = Accept(1, 1, 1, 0, 1)
         source.channel._transport.post(ours, Message(accept.kind, accept.pack()))
     while network.run_one():
         pass

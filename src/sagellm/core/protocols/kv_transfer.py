@@ -173,16 +173,27 @@ class KVTransferChannel(Protocol):
         layouts are compared when it is connected.
         """
 
-    def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
+    def transfer(
+        self, path: KVPath, target: str, *, by_layer: bool = False, num_blocks: int | None = None
+    ) -> Ticket:
         """Begin to send a path.
 
         Raises `ConfigError` for an unknown target, and for names or tokens that no offer can hold.
 
-        With `by_layer` only layers that `computed` has named are sent, layer by layer.
+        With `by_layer` only what `computed` has named is sent, and it is sent layer by layer where both sides
+        can move a part of a block alone. The path may lack its last blocks then: `num_blocks` says how many
+        it will have, for which the target makes room at once, and `extend` names them.
         """
 
-    def computed(self, ticket: Ticket, num_layers: int) -> None:
-        """The first `num_layers` layers of a transfer by layer are computed."""
+    def extend(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
+        """The next blocks of a path, in which its KV will be. Raises `ConfigError` for too many."""
+
+    def computed(self, ticket: Ticket, num_layers: int, num_blocks: int | None = None) -> None:
+        """The first `num_layers` layers of the first `num_blocks` blocks are computed. None: of all known.
+
+        For any thread. Does nothing for a transfer that has ended. Raises `ConfigError` for layers or blocks
+        that are not known.
+        """
 
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once.
