@@ -58,6 +58,7 @@ from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_even
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import Planner
+from sagellm.engines.prefill_sends import OnLayer, PrefillSends
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
@@ -134,6 +135,7 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self.prefill_sends: PrefillSends | None = None
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -196,6 +198,10 @@ class Engine:
             )
         )
         self.kv.fork(parent, group)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The state of a request that waits or runs."""
+        return self._request_table.states.get(request_id)
 
     def abort(self, request_id: str) -> bool:
         state = self._request_table.states.get(request_id)
@@ -304,7 +310,7 @@ class Engine:
         if self._kv_waits is not None:
             self._kv_waits.settle()
         kv = self.kv
-        if kv.pins.num_sent or (kv.arrivals is not None and kv.arrivals.num_blocks):
+        if kv.pins.num_sent or kv.pool.num_kept or (kv.arrivals is not None and kv.arrivals.num_blocks):
             return 0
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
@@ -430,7 +436,8 @@ class Engine:
         if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
             self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
-            return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
+            compute = partial(self._compute, plan, self._on_layer(binding))
+            return InFlightStep(binding, plan, (), began_s, compute)
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
 
     def _decide(self) -> Binding:
@@ -457,14 +464,20 @@ class Engine:
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""
-        future = worker.submit(self._compute, planned.plan)
+        future = worker.submit(self._compute, planned.plan, self._on_layer(planned.binding))
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
 
-    def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
+    def _on_layer(self, binding: Binding) -> OnLayer | None:
+        """What is told of each layer that the step computes; None if no prompt of it is sent meanwhile."""
+        return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
+
+    def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:
         """The result and its seconds; runs in the backend's thread, if any."""
         began_s = self.clock.now()
-        return self.backend.execute(plan), self.clock.now() - began_s
+        by_layer = None if on_layer is None else getattr(self.backend, "execute_by_layer", None)
+        result = self.backend.execute(plan) if by_layer is None else by_layer(plan, on_layer)
+        return result, self.clock.now() - began_s
 
     def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
         """The result; None if the step is empty, or has failed and was undone. After a result the backend
@@ -501,6 +514,8 @@ class Engine:
         """
         if self.kv.tiers is not None:
             self.kv.tiers.drop_unstarted()
+        if self.prefill_sends is not None:
+            self.prefill_sends.fail_step(binding.draft)
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
@@ -526,6 +541,8 @@ class Engine:
             self._finish(finish)
         if self._approximate is not None:
             self._approximate.observe(current.binding.draft.chunks.values())
+        if self.prefill_sends is not None:
+            self.prefill_sends.commit_step(current.binding.draft)
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -552,6 +569,8 @@ class Engine:
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
         state, reason, token_ids, logprobs, error, keep = finish
+        if self.prefill_sends is not None:
+            self.prefill_sends.leave(state, keep=keep)
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)
