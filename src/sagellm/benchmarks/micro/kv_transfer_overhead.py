@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_TOKENS, TransferNode, transport_options
-from sagellm.comm.kv_transfer import blocks, receiving
+from sagellm.comm.kv_transfer import arriving_chunks, blocks
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.comm.kv_transfer.transports._connection import PREFIX
 from sagellm.core.errors import BookkeepingError
@@ -101,7 +101,7 @@ def _timed_copies(spent: Spent) -> Iterator[None]:
     """Time the copies and checksums of all channels of this process."""
     replaced = [
         (module, name, getattr(module, name))
-        for module in (blocks, receiving)
+        for module in (blocks, arriving_chunks)
         for name in ("copy_with_checksum", "checksum")
     ]
     for module, name, call in replaced:

@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from sagellm.comm.kv_transfer.arriving_chunks import Place
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.layouts import Agreement, agree
 from sagellm.comm.kv_transfer.messages import (
@@ -47,7 +48,7 @@ from sagellm.comm.kv_transfer.messages import (
     reason_of,
 )
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
-from sagellm.comm.kv_transfer.receiving import Place, Receiver
+from sagellm.comm.kv_transfer.receiving import Receiver
 from sagellm.comm.kv_transfer.sending import Sender
 from sagellm.core.checksums import checksum_kernel
 from sagellm.core.clock import Clock, MonotonicClock
@@ -259,12 +260,12 @@ class TransferChannel:
     @property
     def num_late(self) -> int:
         """Chunks that came late or twice, and were dropped."""
-        return self._receiver.num_late
+        return self._receiver.chunks.num_late
 
     @property
     def num_damaged(self) -> int:
         """Chunks that did not verify, and were asked for again."""
-        return self._receiver.num_damaged
+        return self._receiver.chunks.num_damaged
 
     # -- for the transport's thread
 

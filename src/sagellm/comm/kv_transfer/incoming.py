@@ -118,6 +118,12 @@ class Incoming:
     def key(self) -> Key:
         return self.waiting.key
 
+    def expects(self, epoch: int, number: int) -> bool:
+        """Whether a chunk is of this transfer, comes in time and for the first time."""
+        if self.failure is not None or epoch != self.target.arrival.epoch or number >= len(self.plan):
+            return False
+        return number not in self.landed and number not in self.pending
+
     @property
     def is_whole(self) -> bool:
         return len(self.landed) == len(self.plan)

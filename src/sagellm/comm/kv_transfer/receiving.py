@@ -16,34 +16,30 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, scratch
-from sagellm.comm.kv_transfer.chunks import ChunkSpan
+from sagellm.comm.kv_transfer.arriving_chunks import ArrivingChunks, Place
+from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.deadlines import Deadlines
 from sagellm.comm.kv_transfer.ended import EndedTransfers
 from sagellm.comm.kv_transfer.incoming import ArrivalBlocks, Incoming, Key, Lost, Waiting, heads_of
 from sagellm.comm.kv_transfer.layouts import Agreement
 from sagellm.comm.kv_transfer.messages import (
     Accept,
-    Ack,
     Alive,
     Cancel,
     ChunkHead,
     End,
     Hello,
-    Kind,
     Offer,
     reason_of,
 )
 from sagellm.comm.kv_transfer.offers import OfferQueue
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.sending import plan_of
-from sagellm.core.checksums import checksum, copy_with_checksum
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, KVDataError
-from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, KVArrivals
+from sagellm.core.protocols.kv_tiers import KVArrivals
 from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
@@ -59,41 +55,6 @@ TRIES = 100
 """How often an offer that waits for room is tried, at most, until its time is over."""
 
 
-class Place:
-    """Implements `ChunkPlace`. `views` are the blocks themselves, or memory from which they are filled.
-
-    `checksum`: of what was written, if it was computed then. `blocks`: those of `views`, if it is they.
-    """
-
-    __slots__ = ("_blocks", "checksum", "chunk", "head", "ids", "in_place", "incoming", "views")
-
-    def __init__(
-        self, incoming: Incoming, head: ChunkHead, ids: Sequence[int], views: list[memoryview],
-        blocks: InstanceBlocks | None,
-    ) -> None:  # fmt: skip
-        self.incoming, self.head, self.ids, self.views = incoming, head, ids, views
-        self.chunk = incoming.plan[head.number]
-        self._blocks, self.in_place = blocks, blocks is not None
-        self.checksum: int | None = None
-
-    @property
-    def lock(self) -> threading.Lock:
-        return self.incoming.target.lock
-
-    @property
-    def is_open(self) -> bool:
-        return self.incoming.target.is_open
-
-    def write(self, data: memoryview) -> None:
-        with self.lock:
-            if not self.is_open:
-                return
-            if self._blocks is None:
-                self.checksum = copy_with_checksum(self.views, [data])
-            else:
-                self.checksum = self._blocks.fill(self.ids, self.chunk, self.views, data)
-
-
 class Receiver:
     """What comes to an instance.
 
@@ -105,7 +66,7 @@ class Receiver:
         arrivals: KVArrivals | None, hashes_of: HashesOf, block_size: int, changed: threading.Condition,
         worker: Executor, options: ChannelOptions, clock: Clock,
     ) -> None:  # fmt: skip
-        self._transport, self._blocks, self._layout, self._arrivals = transport, blocks, layout, arrivals
+        self._transport, self._layout, self._arrivals = transport, layout, arrivals
         self._hashes_of, self._block_size, self._changed = hashes_of, block_size, changed
         self._worker, self._options, self._clock = worker, options, clock
         self._offers = OfferQueue()
@@ -125,8 +86,7 @@ class Receiver:
         """By instance and transfer: their links were lost, and they may be offered again."""
         self._ended = EndedTransfers()
         self._received: list[ReceivedKV] = []
-        self._unsent: list[tuple[Incoming, int, bool]] = []
-        self.num_late = self.num_damaged = 0
+        self.chunks = ArrivingChunks(transport, blocks, changed)
 
     # -- on the transport's thread
 
@@ -216,35 +176,7 @@ class Receiver:
 
     def place(self, link: int, head: ChunkHead, num_bytes: int) -> Place | None:
         incoming = self._incoming.get((link, head.transfer))
-        if incoming is None or incoming.failure is not None or head.epoch != incoming.target.arrival.epoch:
-            self.num_late += 1
-            return None
-        number, agreed = head.number, incoming.waiting.agreed
-        if number in incoming.landed or number in incoming.pending or number >= len(incoming.plan):
-            self.num_late += 1
-            return None
-        if len(incoming.pending) >= incoming.credits:
-            raise KVDataError(f"more than {incoming.credits} chunks without credit")
-        incoming.progress_s = self._clock.now()
-        chunk = incoming.plan[number]
-        if not self._fits(head, incoming, chunk, num_bytes):
-            self._acknowledge(incoming, number, ok=False)
-            return None
-        incoming.pending.add(number)
-        ids = self._ids(incoming, chunk)
-        if head.header.codec != RAW or agreed.is_partial or not self._blocks.has_views:
-            return Place(incoming, head, ids, [scratch(num_bytes)], None)
-        return Place(incoming, head, ids, self._blocks.views(ids, chunk), self._blocks)
-
-    def _fits(self, head: ChunkHead, incoming: Incoming, chunk: ChunkSpan, num_bytes: int) -> bool:
-        header, agreed = head.header, incoming.waiting.agreed
-        return (
-            header.version == FORMAT_VERSION
-            and header.format_digest.hex() == incoming.waiting.sender.digest
-            and header.token_hash == incoming.target.hashes[chunk.stop - 1]
-            and header.num_bytes == num_bytes
-            and (num_bytes == chunk.num_bytes if header.codec == RAW else header.codec == agreed.codec)
-        )
+        return self.chunks.place(incoming, head, num_bytes, self._clock.now())
 
     def filled(self, place: Place) -> None:
         """Verify a chunk that is in its blocks while the processor's cache has it."""
@@ -253,67 +185,14 @@ class Receiver:
         else:
             self._worker.submit(self._finish, place)
 
-    # -- without the lock; on the worker, but for what is in place
-
     def _finish(self, place: Place) -> None:
-        """Verify a chunk, and bring it to its blocks if it is not there."""
-        incoming, number = place.incoming, place.head.number
-        try:
-            is_good = self._is_good(place)
-        except Exception:
-            log.exception("a chunk of %s could not be taken", incoming.waiting.offer.request_id)
-            is_good = False
+        is_good = self.chunks.verify(place)
         with self._changed:
-            incoming.pending.discard(number)
-            if incoming.failure is not None or not incoming.target.is_open:
-                return
-            if is_good:
-                incoming.landed.add(number)
-            else:
-                self.num_damaged += 1
-            incoming.progress_s = self._clock.now()
-            self._acknowledge(incoming, number, ok=is_good)
-            if incoming.is_whole:
+            if self.chunks.land(place, self._clock.now(), ok=is_good):
+                incoming = place.incoming
                 self._finished.append(incoming.key)
                 self._deadlines.set(incoming.key, incoming.waiting.beat_s)
                 self._changed.notify_all()
-
-    def _is_good(self, place: Place) -> bool:
-        incoming, header = place.incoming, place.head.header
-        found = checksum(place.views) if place.checksum is None else place.checksum
-        if found != header.checksum:
-            return False
-        if place.in_place:
-            return True
-        try:
-            data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes)
-        except KVDataError:
-            return False
-        with place.lock:
-            if place.is_open:
-                self._blocks.write(place.ids, incoming.waiting.agreed, data)
-        return True
-
-    def _ids(self, incoming: Incoming, chunk: ChunkSpan) -> Sequence[int]:
-        return incoming.target.arrival.block_ids[chunk.first : chunk.stop]
-
-    def _acknowledge(self, incoming: Incoming, number: int, *, ok: bool) -> None:
-        if not self._unsent:
-            self._transport.call(self._send_acks)
-        self._unsent.append((incoming, number, ok))
-
-    def _send_acks(self) -> None:
-        """One message for all chunks of a transfer that were verified meanwhile."""
-        with self._changed:
-            unsent, self._unsent = self._unsent, []
-        found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
-        for incoming, number, ok in unsent:
-            waiting = incoming.waiting
-            key = waiting.link, waiting.offer.transfer, incoming.target.arrival.epoch
-            found.setdefault(key, ([], []))[0 if ok else 1].append(number)
-        for (link, transfer, epoch), (good, damaged) in found.items():
-            ack = Ack(transfer, epoch, tuple(good), tuple(damaged))
-            self._transport.post(link, Message(Kind.ACK, ack.pack()))
 
     # -- on the engine's thread
 
