@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,17 +111,13 @@ def test_a_call_costs_as_much_with_many_transfers_as_with_few(name: str, stack: 
 
 
 def test_all_of_many_transfers_cost_as_much_each_as_few(stack: ExitStack) -> None:
-    works = []
-    for count in (FEW, MANY):
-        made: list[Scene] = []
-        works.append(
-            work_of(lambda c=count, m=made: m.append(Scene(stack, c, num_blocks=c + 8, by_layer=False)))  # type: ignore[misc]
-            / count
-        )
-        [scene] = made
+    def move_all(count: int) -> None:
+        scene = Scene(stack, count, num_blocks=count + 8, by_layer=False)
         while len(scene.source.reports) < count:
             scene.settle()
         assert {each.status for each in scene.source.reports.values()} == {TransferStatus.DONE}
+
+    works = [work_of(partial(move_all, count)) / count for count in (FEW, MANY)]
     assert works[1] <= 1.2 * works[0], works
 
 
