@@ -199,6 +199,10 @@ class TransferChannel:
         with self._changed:
             self._sender.computed(ticket, num_layers, num_blocks)
 
+    def layers_there(self, ticket: Ticket) -> int | None:
+        with self._changed:
+            return self._sender.layers_there(ticket)
+
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         with self._changed:
             self._receiver.advance(may_take=may_take)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.comm.kv_transfer.chunks import ChunkSpan
@@ -46,6 +46,8 @@ class Outgoing:
     lacking: dict[int, deque[int]] = field(default_factory=dict)
     todo: deque[int] = field(default_factory=deque)
     in_flight: set[int] = field(default_factory=set)
+    left: Counter[int] = field(default_factory=Counter)
+    """Chunks that the target does not have yet, by the layers that they need."""
     failures: Counter[int] = field(default_factory=Counter)
     credits: int = 0
     num_posted: int = 0
@@ -67,8 +69,11 @@ class Outgoing:
     def begin(self, accept: Accept, plan: Sequence[ChunkSpan], max_credits: int) -> None:
         """The target takes it."""
         self.accept, self.plan, self.credits = accept, plan, min(accept.credits, max_credits)
+        self.left.clear()
         for number, chunk in enumerate(plan):
-            self.lacking.setdefault(chunk.num_layers or len(self.computed), deque()).append(number)
+            needed = self._needed(chunk)
+            self.lacking.setdefault(needed, deque()).append(number)
+            self.left[needed] += 1
         for num_layers in list(self.lacking):
             self._make_ready(num_layers)
 
@@ -107,6 +112,23 @@ class Outgoing:
             self.todo.append(numbers.popleft())
         if not numbers:
             self.lacking.pop(num_layers, None)
+
+    def _needed(self, chunk: ChunkSpan) -> int:
+        return chunk.num_layers or len(self.computed)
+
+    def landed(self, numbers: Iterable[int]) -> None:
+        """The target has these chunks."""
+        for number in self.in_flight.intersection(numbers):
+            self.in_flight.remove(number)
+            self.left[self._needed(self.plan[number])] -= 1
+            self.credits += 1
+
+    @property
+    def layers_there(self) -> int | None:
+        """The first layers that the target has of all blocks; None if it has not made room."""
+        if self.accept is None:
+            return None
+        return min((needed for needed, count in self.left.items() if count), default=len(self.computed) + 1) - 1
 
     def next_chunk(self) -> int | None:
         """A chunk that may be sent now; it is in flight from then on."""

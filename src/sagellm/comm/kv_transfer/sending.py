@@ -191,9 +191,7 @@ class Sender:
         if transfer is None:
             return
         transfer.progress_s = self._clock.now()
-        landed = transfer.in_flight.intersection(ack.good)
-        transfer.in_flight -= landed
-        transfer.credits += len(landed)
+        transfer.landed(ack.good)
         for number in transfer.in_flight.intersection(ack.damaged):
             transfer.take_back(number)
             transfer.failures[number] += 1
@@ -267,6 +265,10 @@ class Sender:
             )
             transfer.progress_s = self._clock.now()
             self._send_more(transfer)
+
+    def layers_there(self, ticket: Ticket) -> int | None:
+        transfer = self._transfers.get(ticket.transfer_id)
+        return None if transfer is None or transfer.outcome is not None else transfer.layers_there
 
     def cancel(self, ticket: Ticket) -> None:
         transfer = self._transfers.get(ticket.transfer_id)

@@ -195,6 +195,9 @@ class KVTransferChannel(Protocol):
         that are not known.
         """
 
+    def layers_there(self, ticket: Ticket) -> int | None:
+        """How many layers of all its blocks the target has; None before it has made room, and at the end."""
+
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once.
 
