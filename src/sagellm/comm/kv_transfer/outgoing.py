@@ -47,7 +47,7 @@ class Outgoing:
     todo: deque[int] = field(default_factory=deque)
     in_flight: set[int] = field(default_factory=set)
     left: Counter[int] = field(default_factory=Counter)
-    """Chunks that the target does not have yet, by the layers that they need."""
+    """How many chunks the target does not have yet, by their layer; whole blocks count for the first."""
     failures: Counter[int] = field(default_factory=Counter)
     credits: int = 0
     num_posted: int = 0
@@ -71,9 +71,9 @@ class Outgoing:
         self.accept, self.plan, self.credits = accept, plan, min(accept.credits, max_credits)
         self.left.clear()
         for number, chunk in enumerate(plan):
-            needed = self._needed(chunk)
+            needed = chunk.num_layers or len(self.computed)
             self.lacking.setdefault(needed, deque()).append(number)
-            self.left[needed] += 1
+            self.left[chunk.num_layers or 1] += 1
         for num_layers in list(self.lacking):
             self._make_ready(num_layers)
 
@@ -113,14 +113,11 @@ class Outgoing:
         if not numbers:
             self.lacking.pop(num_layers, None)
 
-    def _needed(self, chunk: ChunkSpan) -> int:
-        return chunk.num_layers or len(self.computed)
-
     def landed(self, numbers: Iterable[int]) -> None:
         """The target has these chunks."""
         for number in self.in_flight.intersection(numbers):
             self.in_flight.remove(number)
-            self.left[self._needed(self.plan[number])] -= 1
+            self.left[self.plan[number].num_layers or 1] -= 1
             self.credits += 1
 
     @property
@@ -128,7 +125,8 @@ class Outgoing:
         """The first layers that the target has of all blocks; None if it has not made room."""
         if self.accept is None:
             return None
-        return min((needed for needed, count in self.left.items() if count), default=len(self.computed) + 1) - 1
+        lacking = (layer for layer, count in self.left.items() if count)
+        return min(lacking, default=len(self.computed) + 1) - 1
 
     def next_chunk(self) -> int | None:
         """A chunk that may be sent now; it is in flight from then on."""
