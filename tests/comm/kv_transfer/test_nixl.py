@@ -81,7 +81,12 @@ def test_reads_go_on_while_a_peer_is_connected(fabric: NixlFabric) -> None:
     before = agent.num_notifs
     fabric.offered()
     done = threading.Event()
-    reading = threading.Thread(target=lambda: fabric.is_done(fabric.read(peer, 0, 0, 1)) and done.set())
+
+    def read() -> None:
+        if fabric.is_done(fabric.read(peer, 0, 0, 1)):
+            done.set()
+
+    reading = threading.Thread(target=read)
     reading.start()
     try:
         assert done.wait(20)
@@ -109,7 +114,7 @@ def test_a_peer_is_removed_with_its_last_use(fabric: NixlFabric) -> None:
 @pytest.mark.parametrize("posts", ["ERR", "raise"])
 def test_a_read_that_cannot_be_posted_leaves_no_handle(fabric: NixlFabric, posts: str) -> None:
     fabric._agent.posts = posts
-    with pytest.raises(ConnectionError, match="cannot be posted|a fault of the backend"):
+    with pytest.raises(ConnectionError, match=r"cannot be posted|a fault of the backend"):
         fabric.read("a", 0, 0, 1)
     assert not fabric._agent.handles
 

@@ -22,11 +22,10 @@ LAYER_BYTES = LAYOUT.bytes_per_block // LAYOUT.num_layers
 class SwallowingTransport(InProcessTransport):
     """Loses messages and tells nobody, as a peer does that hangs. Counts resets."""
 
-    num_resets = 0
-
-    @staticmethod
-    def swallows(message: Message) -> bool:
-        return False
+    def __init__(self, node: str, network: InProcessNetwork) -> None:
+        super().__init__(node, network)
+        self.swallows: Callable[[Message], bool] = lambda message: False
+        self.num_resets = 0
 
     def post(self, link: int, message: Message) -> None:
         if not self.swallows(message):
@@ -110,7 +109,7 @@ def accepts(transfer: int, attempt: int) -> Callable[[Message], bool]:
 
 def test_a_stalled_transfer_is_tried_again_and_the_others_go_on(make: Callable[..., Scene]) -> None:
     scene = make()
-    scene.theirs.swallows = accepts(1, 1)  # type: ignore[method-assign]
+    scene.theirs.swallows = accepts(1, 1)
     stalled, going = scene.begin()
     scene.go_on(going, 0.9)
     assert scene.ours.num_resets == 0
@@ -125,7 +124,7 @@ def test_a_stalled_transfer_is_tried_again_and_the_others_go_on(make: Callable[.
 
 def test_after_its_last_try_it_ends_alone(make: Callable[..., Scene]) -> None:
     scene = make(num_retries=0)
-    scene.theirs.swallows = accepts(1, 1)  # type: ignore[method-assign]
+    scene.theirs.swallows = accepts(1, 1)
     stalled, going = scene.begin()
     scene.go_on(going, 0.9)
     reports = scene.source.reports
@@ -142,7 +141,7 @@ def test_after_its_last_try_it_ends_alone(make: Callable[..., Scene]) -> None:
 def test_both_sides_give_up_at_once(make: Callable[..., Scene]) -> None:
     """It is offered again while its first attempt ends at the target: its engine is told once."""
     scene = make(target_stall_s=0.5)
-    scene.theirs.swallows = accepts(1, 1)  # type: ignore[method-assign]
+    scene.theirs.swallows = accepts(1, 1)
     stalled, going = scene.begin()
     scene.go_on(going, 0.9)
     status = scene.source.reports[stalled].status
@@ -155,13 +154,16 @@ def test_both_sides_give_up_at_once(make: Callable[..., Scene]) -> None:
 def test_an_offer_that_comes_again_before_the_target_has_polled(make: Callable[..., Scene]) -> None:
     """The first attempt has failed, and its end is not reported: that of the second is."""
     scene = make(target_stall_s=0.2)
-    scene.theirs.swallows = accepts(1, 1)  # type: ignore[method-assign]
+    scene.theirs.swallows = accepts(1, 1)
     stalled = scene.source.send(STALLED, "b", "stalled")
     scene.run(0.1)
     receiver = scene.target.channel._receiver
     [(key, _)] = receiver._incoming.items()
-    receiver._fail(key, RETRY, "nothing came")
-    scene.source.channel._sender._try_again(scene.source.channel._sender._transfers[stalled.transfer_id])
+    with scene.target.channel._lock:
+        receiver._fail(key, RETRY, "nothing came")
+    with scene.source.channel._lock:
+        sender = scene.source.channel._sender
+        sender._try_again(sender._transfers[stalled.transfer_id])
     scene.clock.advance(0.1)
     scene.source.poll()
     while scene.network.run_one():
@@ -174,7 +176,7 @@ def test_an_offer_that_comes_again_before_the_target_has_polled(make: Callable[.
 
 def test_a_link_without_a_sign_of_life_is_reset(make: Callable[..., Scene]) -> None:
     scene = make()
-    scene.theirs.swallows = lambda message: message.kind != Kind.HELLO  # type: ignore[method-assign]
+    scene.theirs.swallows = lambda message: message.kind != Kind.HELLO
     scene.begin()
     scene.run(0.7)
     assert scene.ours.num_resets
@@ -192,7 +194,7 @@ def test_a_chunk_of_an_ended_transfer_gets_more_time_on_a_link_that_is_alive(
             held.append(message)
         return bool(held) and message is held[-1]
 
-    scene.ours.swallows = holds  # type: ignore[method-assign]
+    scene.ours.swallows = holds
     scene.run(0.05)
     assert held, "`sent` was not called for it"
     scene.source.channel.cancel(stalled)

@@ -79,8 +79,8 @@ def _counted(kind: str, spent: Spent) -> Any:
     class Counted(base):  # type: ignore[misc]
         def start(self, endpoint: Any) -> None:
             super().start(endpoint)
-            self._selector = _Timed(self._selector, ("select", "modify"), spent)
-            self._waker = _Timed(self._waker, ("send",), spent)
+            for name, calls in (("_selector", ("select", "modify")), ("_waker", ("send",))):
+                setattr(self, name, _Timed(getattr(self, name), calls, spent))
 
         def _register(self, sock: Any, link: int, *, is_ours: bool) -> Any:
             return super()._register(_Timed(sock, _SOCKET_CALLS, spent), link, is_ours=is_ours)

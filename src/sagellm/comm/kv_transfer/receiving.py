@@ -143,7 +143,9 @@ class Receiver:
         if self._offers.get(before.key) is before:
             self._offers.remove(before.key)
         elif incoming is not None and incoming.waiting is before:
-            incoming.is_lost = True  # also if it has failed: its end is not reported, but that of this attempt
+            incoming.is_lost = (
+                True  # also if it has failed: its end is not reported, but that of this attempt
+            )
             self._fail(before.key, TransferStatus.RETRY, "it was offered again")
 
     def _forget(self, waiting: Waiting) -> None:

@@ -260,9 +260,7 @@ class Sender:
     def computed(self, ticket: Ticket, num_layers: int, num_blocks: int | None) -> None:
         transfer = self._transfers.get(ticket.transfer_id)
         if transfer is not None:
-            transfer.note_computed(
-                num_layers, len(transfer.block_ids) if num_blocks is None else num_blocks
-            )
+            transfer.note_computed(num_layers, len(transfer.block_ids) if num_blocks is None else num_blocks)
             transfer.progress_s = self._clock.now()
             self._send_more(transfer)
 
