@@ -100,6 +100,9 @@ class Engine:
     `overlap` the backend runs in a thread of its own; the tokens are the same. With `token_copies` requests
     may ask for approximate reuse, of which `recompute_tokens` are computed again in each run."""
 
+    prefill_sends: PrefillSends | None = None
+    """Set where prompts are sent to other instances while they are computed."""
+
     def __init__(
         self,
         backend: InferenceBackend,
@@ -135,7 +138,6 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
-        self.prefill_sends: PrefillSends | None = None
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -469,7 +471,7 @@ class Engine:
         return self._in_flight
 
     def _on_layer(self, binding: Binding) -> OnLayer | None:
-        """What is told of each layer that the step computes; None if no prompt of it is sent meanwhile."""
+        """What is called with each layer of the step; None if no prompt of it is sent."""
         return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
 
     def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:

@@ -7,8 +7,8 @@
 So the target has a block whole only after the step that computed it was committed: nothing of a step that
 fails, or that draws no token, is ever served there.
 
-Whoever frees a block that was named (a request that ends or is preempted, or whose block equals another's),
-it is given to nobody until the channel has reported the end of its transfer.
+If a block that was named is freed (its request ends or is preempted, or the block equals another's), no other
+request gets it until the channel has reported the end of the transfer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PrefillSends:
         self._by_ticket: dict[Ticket, _Send] = {}
 
     def begin(self, state: RequestState, target: str, note: bytes) -> Ticket:
-        """Offer the prompt of a request that waits or runs; no step is in flight.
+        """Offer the prompt of a request that waits or runs. No step is in flight.
 
         Raises `RequestError` for a prompt that is sent already, and what the channel raises.
         """
@@ -84,7 +84,7 @@ class PrefillSends:
         return ticket
 
     def begin_step(self, draft: Draft) -> OnLayer | None:
-        """The backend is about to compute a step; returns what to tell of its layers, if anything."""
+        """A step is about to be computed. Returns what to call with each of its layers, if anything."""
         parts = []
         for chunk, send in self._of(draft):
             if self._is_exact(chunk.state):
@@ -103,7 +103,7 @@ class PrefillSends:
             self._cancel(send)
 
     def leave(self, state: RequestState, *, keep: bool) -> None:
-        """The request ends. Without `keep`, what it has computed last serves nobody."""
+        """The request ends. Without `keep`, what it has computed last is not used."""
         send = self._sends.get(state.request_id)
         if send is not None and not (keep and state.num_computed >= state.num_prompt_tokens):
             self._cancel(send)

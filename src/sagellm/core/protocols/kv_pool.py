@@ -78,8 +78,10 @@ class KVPool(Protocol):
     def num_held(self, holder: str) -> int: ...
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Blocks in use are read by others than their owners: until `let_go`, once for each `keep`, nobody
-        else gets them, whoever frees them."""
+        """A transfer reads blocks that are in use.
+
+        If they are freed, no owner gets them before `let_go`, which is called once for each `keep`.
+        """
 
     def let_go(self, block_ids: Sequence[int]) -> None:
         """They are read no longer."""
