@@ -471,7 +471,7 @@ class Engine:
         return self._in_flight
 
     def _on_layer(self, binding: Binding) -> OnLayer | None:
-        """What is called with each layer of the step; None if no prompt of it is sent."""
+        """What to call with each layer of the step. None if no prompt of it is sent."""
         return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
 
     def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:

@@ -143,7 +143,7 @@ class Loopback:
         target.evict_all()
 
     def measure(self) -> dict[str, float]:
-        """Costs of one move per block of 1 MB: CPU time in us, bytes of framing."""
+        """Costs of a move, for each block: CPU time in us, bytes of framing."""
         self.spent.clear()
         with _timed_copies(self.spent):
             began_ns = time.process_time_ns()
