@@ -22,6 +22,7 @@ from typing import TypeAlias
 from sagellm.core.errors import RequestError
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.kv_transfer import KVPath, KVTransferChannel, Ticket
+from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import BlockIds, RequestStatus, Tokens
 from sagellm.kvmgr.manager import KVCacheManager
 
@@ -31,12 +32,21 @@ OnLayer: TypeAlias = Callable[[int], None]
 
 @dataclass(slots=True)
 class _Send:
-    """A prompt of `num_blocks` whole blocks. `block_ids`: those that the channel knows."""
+    """A prompt of `num_blocks` whole blocks.
+
+    `block_ids`: those that the channel knows. The pool keeps them or, once all are in the index, `hit` pins
+    them there.
+    """
 
     ticket: Ticket
-    request_id: str
+    path: KVPath
     num_blocks: int
     block_ids: BlockIds = field(default_factory=lambda: array("i"))
+    hit: PrefixHit | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.path.request_id
 
 
 class PrefillSends:
@@ -76,7 +86,7 @@ class PrefillSends:
         )  # fmt: skip
         num_blocks = state.num_prompt_tokens // self._kv.block_size
         ticket = self._channel.transfer(path, target, by_layer=True, num_blocks=num_blocks)
-        send = _Send(ticket, state.request_id, num_blocks)
+        send = _Send(ticket, path, num_blocks)
         self._sends[state.request_id] = self._by_ticket[ticket] = send
         if state.status is RequestStatus.RUNNING and self._is_exact(state):
             self._name(send, state.num_computed)
@@ -113,7 +123,10 @@ class PrefillSends:
         send = self._by_ticket.pop(ticket)
         if self._sends.get(send.request_id) is send:
             del self._sends[send.request_id]
-        self._kv.pool.let_go(send.block_ids)
+        if send.hit is None:
+            self._kv.pool.let_go(send.block_ids)
+        else:
+            self._kv.pins.let_go(send.hit)
 
     def _of(self, draft: Draft) -> Iterator[tuple[Chunk, _Send]]:
         """The parts of prompts in a step that are sent."""
@@ -146,6 +159,15 @@ class PrefillSends:
         self._channel.computed(send.ticket, self._num_layers, num_blocks)
         if num_blocks == send.num_blocks:
             del self._sends[send.request_id]
+            self._pin(send)
+
+    def _pin(self, send: _Send) -> None:
+        """The prompt is cached now. Pinned blocks are not evicted, which would make none free."""
+        kv, path = self._kv, send.path
+        hit = kv.quotes.lookup(path.tokens, path.namespace)
+        if kv.index.block_ids(hit) == send.block_ids:
+            send.hit = kv.pins.hold(hit)
+            kv.pool.let_go(send.block_ids)
 
     def _num_blocks(self, send: _Send, num_tokens: int) -> int:
         return min(num_tokens // self._kv.block_size, send.num_blocks)
