@@ -57,7 +57,7 @@ from sagellm.engines.approximate import ApproximateReuse
 from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
-from sagellm.engines.planner import Planner
+from sagellm.engines.planner import MustLeave, Planner
 from sagellm.engines.prefill_sends import OnLayer, PrefillSends
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
@@ -100,9 +100,6 @@ class Engine:
     `overlap` the backend runs in a thread of its own; the tokens are the same. With `token_copies` requests
     may ask for approximate reuse, of which `recompute_tokens` are computed again in each run."""
 
-    prefill_sends: PrefillSends | None = None
-    """Set where prompts are sent to other instances while they are computed."""
-
     def __init__(
         self,
         backend: InferenceBackend,
@@ -138,6 +135,7 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self.prefill_sends = PrefillSends(kv)
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -161,8 +159,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
         self._in_flight: InFlightStep | None = None
         self._outputs = StepOutputs()
-        self._num_steps = self._num_preemptions = 0
-        self._step_s = 0.0
+        self._num_steps, self._num_preemptions, self._step_s = 0, 0, 0.0
 
     # -- requests in and out
 
@@ -427,8 +424,8 @@ class Engine:
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
-        if must_leave is not None and self._kv_waits is not None and self._kv_waits.give_way():
-            binding.draft.hold(must_leave.state)  # the next step has the blocks that were being moved
+        if must_leave is not None and self._give_way(must_leave):
+            binding.draft.hold(must_leave.state)  # a later step has the blocks that were moved or read
             must_leave = None
         if must_leave is not None and must_leave.error is None:
             self._preempt(must_leave.state)
@@ -438,9 +435,15 @@ class Engine:
         if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
             self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
-            compute = partial(self._compute, plan, self._on_layer(binding))
+            compute = partial(self._compute, plan, self.prefill_sends.begin_step(binding.draft))
             return InFlightStep(binding, plan, (), began_s, compute)
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
+
+    def _give_way(self, must_leave: MustLeave) -> bool:
+        """Stop what moves blocks, or reads those of this request. Returns whether some are free soon."""
+        if self._kv_waits is not None and self._kv_waits.give_way():
+            return True
+        return must_leave.error is not None and self.prefill_sends.give_way(must_leave.state)
 
     def _decide(self) -> Binding:
         """What the passes decide.
@@ -466,13 +469,10 @@ class Engine:
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""
-        future = worker.submit(self._compute, planned.plan, self._on_layer(planned.binding))
+        on_layer = self.prefill_sends.begin_step(planned.binding.draft)
+        future = worker.submit(self._compute, planned.plan, on_layer)
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
-
-    def _on_layer(self, binding: Binding) -> OnLayer | None:
-        """What to call with each layer of the step. None if no prompt of it is sent."""
-        return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
 
     def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:
         """The result and its seconds; runs in the backend's thread, if any."""
@@ -516,8 +516,7 @@ class Engine:
         """
         if self.kv.tiers is not None:
             self.kv.tiers.drop_unstarted()
-        if self.prefill_sends is not None:
-            self.prefill_sends.fail_step(binding.draft)
+        self.prefill_sends.fail_step(binding.draft)
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
@@ -543,8 +542,7 @@ class Engine:
             self._finish(finish)
         if self._approximate is not None:
             self._approximate.observe(current.binding.draft.chunks.values())
-        if self.prefill_sends is not None:
-            self.prefill_sends.commit_step(current.binding.draft)
+        self.prefill_sends.commit_step(current.binding.draft)
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -556,6 +554,7 @@ class Engine:
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
+        self.prefill_sends.leave(state, keep=False)
         self.kv.release(state, ended=False)
         self._request_table.preempt(state)
         if self._approximate is not None:
@@ -571,8 +570,7 @@ class Engine:
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
         state, reason, token_ids, logprobs, error, keep = finish
-        if self.prefill_sends is not None:
-            self.prefill_sends.leave(state, keep=keep)
+        self.prefill_sends.leave(state, keep=keep)
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)

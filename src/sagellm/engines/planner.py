@@ -281,8 +281,6 @@ class Planner:
         state, running = self._table.states[error.request_id or ""], self._table.running
         if len(running) > 1:
             return MustLeave(running[-1])
-        if self._kv.pool.num_kept:
-            return None  # the blocks that a transfer reads are free soon
         is_alone = not running or running[0] is state
         if is_alone and not self._kv.make_room_below_ceilings(state, error.num_blocks):
             return MustLeave(state, f"out of KV memory: {error}")

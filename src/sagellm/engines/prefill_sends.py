@@ -52,25 +52,30 @@ class _Send:
 class PrefillSends:
     """Sends the prompts of an engine's requests while it computes them.
 
-    All methods but what `begin_step` returns are for the engine's thread. `num_layers`: of the model's KV.
-    `follow_steps`: has copies come behind what the device still computes. `by_layer`: parts of a block can be
-    sent alone; otherwise blocks go when their step has committed.
+    All methods but what `begin_step` returns are for the engine's thread. Nothing is sent before `attach`.
     """
 
-    def __init__(
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._sends: dict[str, _Send] = {}
+        """By request, of prompts that are not computed whole."""
+        self._by_ticket: dict[Ticket, _Send] = {}
+
+    def attach(
         self,
-        kv: KVCacheManager,
         channel: KVTransferChannel,
         num_layers: int,
         follow_steps: Callable[[], None],
         *,
         by_layer: bool,
     ) -> None:
-        self._kv, self._channel, self._num_layers = kv, channel, num_layers
+        """Send over this channel. `num_layers`: of the model's KV.
+
+        `follow_steps`: has copies come behind what the device still computes. `by_layer`: parts of a block
+        can be sent alone; otherwise blocks go when their step has committed.
+        """
+        self._channel, self._num_layers = channel, num_layers
         self._follow_steps, self._by_layer = follow_steps, by_layer
-        self._sends: dict[str, _Send] = {}
-        """By request, of prompts that are not computed whole."""
-        self._by_ticket: dict[Ticket, _Send] = {}
 
     def begin(self, state: RequestState, target: str, note: bytes) -> Ticket:
         """Offer the prompt of a request that waits or runs. No step is in flight.
@@ -113,10 +118,17 @@ class PrefillSends:
             self._cancel(send)
 
     def leave(self, state: RequestState, *, keep: bool) -> None:
-        """The request ends. Without `keep`, what it has computed last is not used."""
+        """The request leaves the batch. Its transfer goes on if its prompt is whole, and with `keep`."""
         send = self._sends.get(state.request_id)
         if send is not None and not (keep and state.num_computed >= state.num_prompt_tokens):
             self._cancel(send)
+
+    def give_way(self, state: RequestState) -> bool:
+        """The request lacks memory: cancel its transfer. Returns whether blocks without an owner are read."""
+        send = self._sends.get(state.request_id)
+        if send is not None:
+            self._cancel(send)
+        return self._kv.pool.num_unowned > 0
 
     def end(self, ticket: Ticket) -> None:
         """The channel has reported the end of a transfer."""
@@ -142,10 +154,7 @@ class PrefillSends:
         return not state.num_approximate
 
     def _name(self, send: _Send, num_tokens: int) -> None:
-        """Name the blocks that are whole with so many tokens.
-
-        What was named before stays: after a preemption the request has computed it again elsewhere.
-        """
+        """Name the blocks that are whole with so many tokens."""
         num_blocks, num_known = self._num_blocks(send, num_tokens), len(send.block_ids)
         if num_blocks > num_known:
             new = self._kv.block_table(send.request_id)[num_known:num_blocks]

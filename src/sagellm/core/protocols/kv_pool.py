@@ -88,7 +88,11 @@ class KVPool(Protocol):
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are kept. While there are any, blocks cannot move."""
+        """Blocks that are kept. They cannot move."""
+
+    @property
+    def num_unowned(self) -> int:
+        """Those of them that were freed."""
 
     @property
     def block_info(self) -> Mapping[int, BlockInfo]:
