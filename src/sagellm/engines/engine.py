@@ -449,22 +449,24 @@ class Engine:
         """What the passes decide.
 
         Before a request is preempted, tiers stop moving blocks, and the passes decide again. A request that
-        would be ended for lack of memory waits for what moves: its blocks can be evicted then.
+        would be ended for lack of memory waits for what moves or is sent: these blocks can be evicted then.
         """
-        binding = self._planner.decide(self._num_steps, self.view)
-        if self._kv_waits is None:
-            return binding
-        is_short = binding.draft.preempted or (binding.draft.rejected and self._kv_waits.holds_tails)
-        if is_short and self._kv_waits.give_way():
+        binding, waits = self._planner.decide(self._num_steps, self.view), self._kv_waits
+        if (
+            waits is not None
+            and (binding.draft.preempted or (binding.draft.rejected and waits.holds_tails))
+            and waits.give_way()
+        ):
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
-        if binding.draft.rejected and self._kv_waits.is_moving:
-            for request_id in binding.draft.rejected:
-                binding.draft.record("tiers", self._request_table.states[request_id], "wait", "blocks move")
-            binding.draft.rejected.clear()
-            if not binding.draft.num_scheduled:
-                assert self.kv.tiers is not None
-                self.kv.tiers.wait(MOST_IDLE_S)
+        draft, moves = binding.draft, waits is not None and waits.is_moving
+        rejected = [self._request_table.states[request_id] for request_id in draft.rejected]
+        for state in rejected:
+            if moves or self.prefill_sends.give_way(state):
+                draft.record("tiers", state, "wait", "blocks move")
+                del draft.rejected[state.request_id]
+        if rejected and moves and not draft.num_scheduled and self.kv.tiers is not None:
+            self.kv.tiers.wait(MOST_IDLE_S)
         return binding
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:

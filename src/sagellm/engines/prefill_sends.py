@@ -124,11 +124,11 @@ class PrefillSends:
             self._cancel(send)
 
     def give_way(self, state: RequestState) -> bool:
-        """The request lacks memory: cancel its transfer. Returns whether blocks without an owner are read."""
+        """The request lacks memory: cancel its transfer. Returns whether transfers hold blocks of others."""
         send = self._sends.get(state.request_id)
         if send is not None:
             self._cancel(send)
-        return self._kv.pool.num_unowned > 0
+        return self._kv.pool.num_unowned > 0 or self._kv.pins.num_sent > 0
 
     def end(self, ticket: Ticket) -> None:
         """The channel has reported the end of a transfer."""

@@ -406,7 +406,8 @@ def test_a_request_waits_for_blocks_that_are_read(is_aborted: bool, model: Path,
         assert asked.kv.pins.num_sent == 1
     scene.add("q", second)
     for _ in range(8):
-        assert not asked.step()
+        outputs = list(asked.step())
+        assert not outputs, outputs
         scene.check()
     scene.network.run_one = right  # type: ignore[method-assign]
     assert scene.end(ticket) is (CANCELLED if is_aborted else DONE)
