@@ -21,6 +21,7 @@ from sagellm.benchmarks.micro import (
     kv_pool,
     kv_tiers,
     kv_transfer,
+    kv_transfer_codecs,
     kv_transfer_plain,
     memory,
     overlap,
@@ -42,6 +43,7 @@ from sagellm.benchmarks.micro.run import FORMAT, MicroBenchReport, run, tables
 from sagellm.benchmarks.reporting import cpu_model, environment
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
 from sagellm.core.registry import registry
+from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from tests.effort import usual
 
 pytestmark = pytest.mark.usefixtures("no_collections")
@@ -399,3 +401,17 @@ def test_kv_transfer_has_every_row() -> None:
     assert min(ratios) > 0
     with pytest.raises(UnknownNameError, match="known are shared_memory, tcp"):
         kv_transfer.BENCHMARK.check("rdma")
+
+
+def test_kv_transfer_compares_codecs() -> None:
+    """`zstd` changes nothing, so it shows that the comparison is fair."""
+    report = measured(kv_transfer.BENCHMARK, "e", tiny("tcp"))
+    values = {(row.case, row.unit): row.value for row in report.rows}
+    names = [name for name in CODECS.names() if name != "raw"]
+    samples = (kv_transfer_codecs.NORMAL, kv_transfer_codecs.DEMO, kv_transfer_codecs.ALONE, "continued")
+    assert {case for case, _ in values} == {f"{name}, {sample}" for name in names for sample in samples}
+    assert values["zstd, continued", kv_transfer_codecs.SAME] == 1
+    assert values["zstd, continued", kv_transfer_codecs.CHANGE] == 0
+    assert values[f"zstd, {kv_transfer_codecs.DEMO}", kv_transfer_codecs.MAX_ERROR] == 0
+    sizes = [values[f"{name}, {kv_transfer_codecs.DEMO}", kv_transfer_codecs.SHARE] for name in names]
+    assert dict(zip(names, sizes, strict=True))["delta"] == min(sizes)

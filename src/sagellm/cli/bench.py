@@ -164,8 +164,8 @@ _add_micro(
     """Measure KV transfers to another process, with checksums, beside plain copies.
 
     Sections, in GB/s of 1 MB blocks: b, in shared memory beside memcpy, and over TCP loopback beside a raw
-    socket; c, over TCP loopback beside NIXL and Mooncake, where they are installed. Takes 2 GB of memory,
-    with --quick a sixteenth.
+    socket; c, over TCP loopback beside NIXL and Mooncake, where they are installed. e: size, speed and error
+    of the codecs of KV. Takes 2 GB of memory, with --quick a sixteenth.
     """,
 )
 _add_micro(

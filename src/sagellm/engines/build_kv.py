@@ -20,6 +20,7 @@ from sagellm.core.protocols.engine import EngineCore, InferenceBackend
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, BlockStorage, KVTiers
+from sagellm.core.protocols.kv_transfer import BlockLayout
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import TOKEN_BYTES, CapabilityDescriptor, KVGroup, Namespace, Tokens
@@ -163,7 +164,7 @@ def build_tiers(
     else:
         data: BlockBytes = source()
         block_bytes = data.bytes_per_block
-        storages = _storages(config, BlockFormat.of(schema, block_bytes), schema.dtype, clock)
+        storages = _storages(config, BlockFormat.of(schema, block_bytes), backend, clock)
         most, filters = config.max_save_gb_per_s, {}
         if Tier.NVME in storages and config.disk_min_uses > 1:
             filters[Tier.NVME] = AdmissionFilter(storages[Tier.NVME].num_slots, config.disk_min_uses)
@@ -195,7 +196,7 @@ def build_tiers(
 
 
 def _storages(
-    config: KVConfig, block_format: BlockFormat, dtype: str, clock: Clock
+    config: KVConfig, block_format: BlockFormat, backend: InferenceBackend, clock: Clock
 ) -> dict[Tier, BlockStorage]:
     """The configured ones, the nearest first."""
     check_kv_folder(config)
@@ -204,7 +205,8 @@ def _storages(
     if config.codec != "raw" and (config.disk_gb or config.remote_url):
         from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 
-        codec = CODECS.create(config.codec, dtype=dtype)
+        dtype = backend.get_kv_schema().dtype
+        codec = CODECS.create(config.codec, dtype=dtype, layout=block_layout(backend))
     if config.host_gb:
         made[Tier.DRAM] = HostStorage(_slots(config.host_gb, block_bytes, "host_gb"), block_format)
     if config.disk_gb:
@@ -242,6 +244,22 @@ def remote_options(config: KVConfig) -> RemoteOptions | None:
         return None
     num_bytes = int(config.remote_gb * 2**30)
     return RemoteOptions(config.remote_url, config.remote_ttl_s, max_failures=1, max_put_bytes=num_bytes)
+
+
+def block_layout(
+    backend: InferenceBackend, *, first_head: int = 0, total_heads: int = 0
+) -> BlockLayout | None:
+    """Where numbers lie in a block; None where that cannot be named.
+
+    A rank of tensor parallelism has the KV heads from `first_head` on, of `total_heads`.
+    """
+    axes, schema = getattr(backend, "block_axes", str)(), backend.get_kv_schema()
+    if not axes:
+        return None
+    return BlockLayout(
+        axes, schema.num_layers, total_heads or schema.num_kv_heads, schema.head_dim, schema.block_size,
+        schema.dtype, first_head, schema.num_kv_heads,
+    )  # fmt: skip
 
 
 def hashes_of(block_size: int, path: bytes, namespace: Namespace) -> list[bytes]:

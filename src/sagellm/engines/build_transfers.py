@@ -6,11 +6,11 @@ from functools import partial
 
 from sagellm.comm.kv_transfer.channel import TransferChannel
 from sagellm.comm.kv_transfer.chunks import can_cut_by_layer
-from sagellm.comm.kv_transfer.options import ChannelOptions
+from sagellm.comm.kv_transfer.options import ChannelOptions, CodecOf
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.kv_tiers import BlockBytes, KVCodec
-from sagellm.core.protocols.kv_transfer import BlockLayout, TransportEngine
-from sagellm.engines.build_kv import hashes_of
+from sagellm.core.protocols.kv_tiers import BlockBytes
+from sagellm.core.protocols.kv_transfer import TransportEngine
+from sagellm.engines.build_kv import block_layout, hashes_of
 from sagellm.engines.engine import Engine
 from sagellm.engines.transfers import KVTransfers
 
@@ -29,7 +29,8 @@ def build_transfers(
 
     With tensor parallelism an engine's rank has the KV heads from `first_head` on, of `total_heads`. `codec`:
     how chunks are encoded, if the other side has the same. Raises `ConfigError` for an engine whose KV cannot
-    be sent: its backend gives no blocks, or its model has sliding windows or recurrent states.
+    be sent: its backend gives no blocks, or its model has sliding windows or recurrent states. So it does for
+    a codec that needs a layout, where blocks have none that can be named.
     """
     source, arrivals = getattr(engine.backend, "kv_bytes", None), engine.kv.arrivals
     if source is None or arrivals is None:
@@ -38,13 +39,8 @@ def build_transfers(
             "as bytes, and a model without sliding windows and recurrent states"
         )
     memory: BlockBytes = source()
-    schema, axes = engine.backend.get_kv_schema(), getattr(engine.backend, "block_axes", str)()
-    layout = None
-    if axes:
-        layout = BlockLayout(
-            axes, schema.num_layers, total_heads or schema.num_kv_heads, schema.head_dim, schema.block_size,
-            schema.dtype, first_head, schema.num_kv_heads,
-        )  # fmt: skip
+    schema = engine.backend.get_kv_schema()
+    layout = block_layout(engine.backend, first_head=first_head, total_heads=total_heads)
     channel = TransferChannel(
         node, transport, memory, schema, layout, arrivals, partial(hashes_of, schema.block_size),
         codec=_codec(codec, schema.dtype), options=options, clock=engine.clock,
@@ -53,9 +49,9 @@ def build_transfers(
     return KVTransfers(engine, channel, memory.follow_steps, by_layer=by_layer)
 
 
-def _codec(name: str, dtype: str) -> KVCodec | None:
+def _codec(name: str, dtype: str) -> CodecOf | None:
     if name == "raw":
         return None
     from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 
-    return CODECS.create(name, dtype=dtype)
+    return lambda layout: CODECS.create(name, dtype=dtype, layout=layout)

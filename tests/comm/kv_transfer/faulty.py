@@ -12,7 +12,8 @@ from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import KVDataError
-from sagellm.core.protocols.kv_transfer import Message, Ticket, TransferStatus
+from sagellm.core.protocols.kv_tiers import KVCodec
+from sagellm.core.protocols.kv_transfer import BlockLayout, Message, Ticket, TransferStatus
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from tests.comm.kv_transfer.world import HEAD_FIRST, INDEX, LAYOUT, SIZE, Inline, Instance, introduce
@@ -87,6 +88,10 @@ class FaultyTransport(InProcessTransport):
 RANKS = ("rank 0", "rank 1")
 
 
+def _zstd(layout: BlockLayout | None) -> KVCodec:
+    return CODECS.create("zstd", dtype="float32", layout=layout)
+
+
 class FaultyWorld:
     """Four instances with different blocks, two ranks of a fifth, and prompts that share prefixes."""
 
@@ -98,7 +103,7 @@ class FaultyWorld:
             "plain": {},
             "gpu": {"has_views": False},
             "head first": {"layout": head_first},
-            "zstd": {"codec": CODECS.create("zstd", dtype="float32")},
+            "zstd": {"codec": _zstd},
         }
         self.names = list(kinds)
         kinds |= {name: {"layout": LAYOUT.of_heads(2 * i, 2 * i + 2)} for i, name in enumerate(RANKS)}

@@ -19,7 +19,10 @@ from sagellm.comm.kv_transfer.messages import PROTOCOL, Hello
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.core.errors import ConfigError, KVDataError
+from sagellm.core.protocols.kv_tiers import KVCodec
 from sagellm.core.protocols.kv_transfer import BlockLayout, TransferStatus
+from sagellm.core.types import Tokens
+from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from tests.comm.kv_transfer.world import (
     HEAD_FIRST,
     LAYOUT,
@@ -254,3 +257,60 @@ def test_tiny_chunks_are_refused(chunk_bytes: int) -> None:
         agree(HELLO, replace(HELLO, chunk_bytes=chunk_bytes))
     with pytest.raises(ConfigError, match="chunk_bytes"):
         ChannelOptions(chunk_bytes=chunk_bytes)
+
+
+def filled(instance: Instance, tokens: Tokens) -> Any:
+    """Compute a prompt with normally distributed numbers: they are returned, as `numbers_of` reads them."""
+    instance.compute(tokens)
+    ids = list(instance.index.block_ids(instance.index.lookup(tokens)))
+    shape = len(ids), instance.layout.bytes_per_block // 4
+    numbers = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    instance.memory.rows[ids] = numbers.view(np.uint8)
+    return numbers_of(instance, tokens)
+
+
+def numbers_of(instance: Instance, tokens: Tokens) -> Any:
+    """[block, kv, layer, token, head, dim]"""
+    ids = list(instance.index.block_ids(instance.index.lookup(tokens)))
+    names = instance.layout.axes.split(".")
+    order = [1 + names.index(axis) for axis in ("kv", "layer", "token", "head", "dim")]
+    numbers = instance.memory.rows[ids].view(np.float32)
+    return numbers.reshape(-1, *instance.layout.shape).transpose(0, *order)
+
+
+def delta_of(layout: BlockLayout | None) -> KVCodec:
+    return CODECS.create("delta", dtype="float32", layout=layout)
+
+
+def check_near(sent: Any, found: Any) -> None:
+    largest = np.abs(sent).max(axis=(3, 5), keepdims=True)
+    assert sent.shape == found.shape
+    assert (np.abs(found - sent) <= delta_of(LAYOUT).max_error * largest).all()
+    assert not np.array_equal(found, sent)
+
+
+@pytest.mark.parametrize("axes", ORDERS[1:])
+def test_a_codec_is_made_for_the_layout_on_the_wire(axes: str, stack: ExitStack) -> None:
+    here, there = instances(stack, {"a": LAYOUT, "b": replace(LAYOUT, axes=axes)}, codec=delta_of)
+    tokens = prompt(1, 7)
+    sent = filled(here, tokens)
+    report = finish(here, here.send(tokens, "b"), there)
+    assert report.status is TransferStatus.DONE
+    assert report.num_bytes < 7 * LAYOUT.bytes_per_block / 3
+    check_near(sent, numbers_of(there, tokens))
+
+
+def test_a_codec_between_ranks_and_a_whole_instance(stack: ExitStack) -> None:
+    halves = {"rank 0": LAYOUT.of_heads(0, 2), "rank 1": replace(LAYOUT.of_heads(2, 4), axes=HEAD_FIRST)}
+    whole, *ranks = instances(stack, {"whole": LAYOUT} | halves, codec=delta_of)
+    tokens = prompt(2, 9)
+    sent = filled(whole, tokens)
+    for rank in ranks:
+        assert finish(whole, whole.send(tokens, rank.name), rank).status is TransferStatus.DONE
+    halves_found = [numbers_of(rank, tokens) for rank in ranks]
+    check_near(sent, np.concatenate(halves_found, axis=4))
+    whole.evict_all()
+    tickets = [(rank, rank.send(tokens, "whole")) for rank in ranks]
+    until(lambda: all(ticket in rank.reports for rank, ticket in tickets), whole, *ranks)
+    assert {rank.reports[ticket].status for rank, ticket in tickets} == {TransferStatus.DONE}
+    check_near(np.concatenate(halves_found, axis=4), numbers_of(whole, tokens))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from sagellm.comm.kv_transfer.channel import TransferChannel
-from sagellm.comm.kv_transfer.options import ChannelOptions
+from sagellm.comm.kv_transfer.options import ChannelOptions, CodecOf
 from sagellm.core.clock import Clock
-from sagellm.core.protocols.kv_tiers import Buffer, KVCodec
+from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.protocols.kv_transfer import (
     BlockLayout,
     KVPath,
@@ -113,7 +113,7 @@ class Instance:
 
     def __init__(
         self, name: str, transport: TransportEngine, *, num_blocks: int = 64, layout: BlockLayout = LAYOUT,
-        has_views: bool = True, codec: KVCodec | None = None, fingerprint: str = "weights",
+        has_views: bool = True, codec: CodecOf | None = None, fingerprint: str = "weights",
         options: ChannelOptions | None = None, clock: Clock | None = None, worker: Executor | None = None,
         converts: bool = True,
     ) -> None:  # fmt: skip

@@ -14,6 +14,9 @@ import torch
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.engines.build_kv import block_layout
+from sagellm.engines.engine import Engine
+from sagellm.kvmgr.kv_pool.tiers.codecs.delta import DeltaCodec
 from sagellm.kvmgr.kv_pool.tiers.codecs.int8 import GROUP, Int8Codec
 from sagellm.kvmgr.kv_pool.tiers.disk import DiskStorage
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import SLAB_FILE
@@ -41,12 +44,20 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {f"kv.{name}": 0.05, **({"kv.dir": str(tmp_path / "kv")} if name == "disk_gb" else {})}
 
 
-def largest_neighbours(kv: torch.Tensor) -> torch.Tensor:
-    """Of each number, the largest absolute number of its group in the codec int8."""
+def int8_bound(kv: torch.Tensor) -> torch.Tensor:
+    """Of each number, its largest error in the codec int8."""
     num_numbers = kv.shape[1]
     padded = torch.nn.functional.pad(kv.float().abs(), (0, -num_numbers % GROUP))
     largest = padded.view(len(kv), -1, GROUP).amax(dim=2)
-    return largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
+    return Int8Codec.max_error * largest.repeat_interleave(GROUP, dim=1)[:, :num_numbers]
+
+
+def delta_bound(kv: torch.Tensor, asked: Engine) -> torch.Tensor:
+    """Of each number, its largest error in the codec delta."""
+    layout = block_layout(asked.backend)
+    assert layout is not None
+    heads = kv.float().abs().view(-1, *layout.shape)
+    return DeltaCodec.max_error * heads.amax(dim=(3, 5), keepdim=True).expand_as(heads).reshape(kv.shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +172,7 @@ def test_a_folder_of_another_dtype_starts_empty(
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek2-lite"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("codec", ["zstd", "int8"])
+@pytest.mark.parametrize("codec", ["zstd", "int8", "delta"])
 def test_codecs_on_the_way_down(tmp_path: Path, codec: str, dtype: str, kind: str) -> None:
     """The KV that comes back is what was stored, or as near as the codec promises.
 
@@ -169,6 +180,10 @@ def test_codecs_on_the_way_down(tmp_path: Path, codec: str, dtype: str, kind: st
     """
     disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.codec": codec}
     save_tiny(tmp_path / "model", kind)
+    if (codec, kind) == ("delta", "deepseek2-lite"):
+        with pytest.raises(ConfigError, match=r"latent attention.*use zstd or int8"):
+            engine(tmp_path / "model", **disk, **computed_in(dtype))
+        return
     tiered = engine(tmp_path / "model", **disk, **computed_in(dtype))
     stored, expected = [], []
     for i, prompt in enumerate(prompts()):
@@ -183,8 +198,8 @@ def test_codecs_on_the_way_down(tmp_path: Path, codec: str, dtype: str, kind: st
             assert drawn == expected[i][0]
             assert torch.equal(loaded, stored[i])
         else:
-            largest = largest_neighbours(stored[i])
-            assert ((loaded.float() - stored[i].float()).abs() <= Int8Codec.max_error * largest).all()
+            bound = int8_bound(stored[i]) if codec == "int8" else delta_bound(stored[i], tiered)
+            assert ((loaded.float() - stored[i].float()).abs() <= bound).all()
             assert not torch.equal(loaded, stored[i])
     [state] = hierarchy(tiered).states()
     assert state.loaded == 4 * WHOLE // BLOCK

@@ -14,10 +14,12 @@ from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_transfer import TransferStatus
 from sagellm.core.types import Namespace, Tokens
+from sagellm.engines.build_kv import block_layout
 from sagellm.engines.build_transfers import build_transfers
 from sagellm.engines.transfers import KVTransfers
+from sagellm.kvmgr.kv_pool.tiers.codecs import CODECS
 from tests.comm.kv_transfer.fabrics import NAMES, transport
-from tests.engines.native.tiered import WHOLE, ask, engine, kv_of, prompts
+from tests.engines.native.tiered import WHOLE, ask, computed_in, engine, kv_of, prompts
 from tests.tiny_models import save_tiny
 
 
@@ -35,14 +37,15 @@ def stack() -> Iterator[ExitStack]:
 
 
 def pair(
-    folder: Path, kind: str, stack: ExitStack, decode: Mapping[str, Any] = {}, **settings: Any
-) -> tuple[KVTransfers, KVTransfers]:
+    folder: Path, kind: str, stack: ExitStack, decode: Mapping[str, Any] = {}, codec: str = "raw",
+    **settings: Any,
+) -> tuple[KVTransfers, KVTransfers]:  # fmt: skip
     """A prefill and a decode instance that know each other."""
     network, made = InProcessNetwork(), []
     for node, own in (("prefill", {}), ("decode", decode)):
         asked = engine(folder, **settings, **own)
         stack.callback(asked.close)
-        made.append(build_transfers(asked, node, transport(kind, node, network)))
+        made.append(build_transfers(asked, node, transport(kind, node, network), codec=codec))
         stack.callback(made[-1].close)
     source, target = made
     source.channel.add_peer(target.channel.metadata())
@@ -75,7 +78,8 @@ def move(source: KVTransfers, target: KVTransfers, prompt: list[int], note: byte
 def test_decode_continues_with_the_same_tokens(
     kind: str, overlap: bool, model: Path, stack: ExitStack
 ) -> None:
-    source, target = pair(model, kind, stack, {}, **{"engine.overlap": overlap})
+    settings: dict[str, Any] = {"engine.overlap": overlap}
+    source, target = pair(model, kind, stack, **settings)
     for number, prompt in enumerate(prompts(count=2)):
         alone, _ = ask(source.engine, f"p{number}", prompt)
         assert move(source, target, prompt, b"first token") == WHOLE
@@ -138,3 +142,31 @@ def test_an_engine_without_a_cache_sends_nothing(model: Path) -> None:
     asked = engine(model, **{"kv.prefix_caching": False})
     with pytest.raises(ConfigError, match=r"needs kv\.prefix_caching"):
         build_transfers(asked, "a", transport("in_process", "a", InProcessNetwork()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS.names())
+def test_codecs_between_engines(codec: str, dtype: str, model: Path, stack: ExitStack) -> None:
+    """What arrives is what the codec promises, and the target decodes from it."""
+    source, target = pair(model, "in_process", stack, {}, codec, **computed_in(dtype))
+    [prompt] = prompts(count=1)
+    ask(source.engine, "p", prompt)
+    assert move(source, target, prompt) == WHOLE
+    before, after = (kv_of(each.engine, prompt).float() for each in (source, target))
+    made = CODECS.create(codec, dtype=dtype, layout=block_layout(source.engine.backend))
+    errors = (after - before).abs()
+    assert (errors <= made.max_error * before.abs().amax(dim=1, keepdim=True)).all()
+    assert bool(errors.any()) is not made.is_exact
+    drawn, num_cached = ask(target.engine, "d", prompt)
+    assert num_cached == WHOLE
+    assert len(drawn) == 6
+    if made.is_exact:
+        assert drawn == ask(source.engine, "on the device", prompt)[0]
+
+
+def test_a_codec_that_needs_a_layout_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "deepseek2-lite")
+    asked = engine(tmp_path)
+    with pytest.raises(ConfigError, match=r"latent attention.*use zstd or int8"):
+        build_transfers(asked, "a", transport("in_process", "a", InProcessNetwork()), codec="delta")
+    asked.close()

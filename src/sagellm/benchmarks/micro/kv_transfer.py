@@ -10,6 +10,8 @@ blocks and do nothing else, and as transports under our protocol.
 
 Section d: what the protocol adds to a chunk of 1 MB, of both sides: bytes of framing, and CPU time that is no
 copy, no checksum and no system call. Medians of the rounds, which measure all transports one after the other.
+
+Section e: the codecs of KV (`kv_transfer_codecs.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
+from sagellm.benchmarks.micro.cases import (
+    MicroBenchmark,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Section,
+    Stopwatch,
+)
+from sagellm.benchmarks.micro.kv_transfer_codecs import codecs
 from sagellm.benchmarks.micro.kv_transfer_overhead import CALLS, COPIES, Loopback
 from sagellm.benchmarks.micro.kv_transfer_peer import (
     BLOCK_BYTES,
@@ -266,6 +275,5 @@ def _check(name: str) -> None:
     TRANSPORTS.get(name)
 
 
-BENCHMARK = MicroBenchmark(
-    "kv_transfer", lambda: MEASURED, _check, {"b": bandwidth, "c": libraries, "d": overhead}
-)
+SECTIONS: dict[str, Section] = {"b": bandwidth, "c": libraries, "d": overhead, "e": codecs}
+BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, SECTIONS)

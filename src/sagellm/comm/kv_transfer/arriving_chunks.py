@@ -95,10 +95,11 @@ class ArrivingChunks:
             if found != header.checksum:
                 return False
             if not place.in_place:
-                data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes)
+                agreed = incoming.waiting.agreed
+                data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes, agreed)
                 with place.lock:
                     if place.is_open:
-                        self._blocks.write(place.ids, incoming.waiting.agreed, data)
+                        self._blocks.write(place.ids, agreed, data)
         except KVDataError:
             return False
         except Exception:

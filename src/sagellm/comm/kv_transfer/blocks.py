@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
 
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, cut_views
 from sagellm.comm.kv_transfer.layouts import Agreement, reorder
+from sagellm.comm.kv_transfer.options import CodecOf
 from sagellm.core.checksums import checksum, copy_with_checksum
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, KVCodec
-from sagellm.core.protocols.kv_transfer import BlockViews
+from sagellm.core.protocols.kv_transfer import BlockLayout, BlockViews
 
 RAW = "raw"
 _SMALL_BYTES = 16 << 10
@@ -22,11 +24,16 @@ _SMALL_BYTES = 16 << 10
 class InstanceBlocks:
     """The blocks of an instance, and the codec of its transfers, if any.
 
+    Bytes are encoded as they are on the wire, whose layout may be that of the other side: each has its codec.
     Blocks without views (a GPU's) are copied once on their way, into memory from which a link sends.
     """
 
-    def __init__(self, memory: BlockBytes, digest: bytes, codec: KVCodec | None = None) -> None:
-        self._memory, self.digest, self.codec = memory, digest, codec
+    def __init__(
+        self, memory: BlockBytes, digest: bytes, layout: BlockLayout | None, codec_of: CodecOf | None = None
+    ) -> None:
+        self._memory, self.digest, self._layout = memory, digest, layout
+        self._codec_of = None if codec_of is None else lru_cache(maxsize=16)(codec_of)
+        self.codec_name = RAW if codec_of is None else self._codec().name
         self.bytes_per_block = memory.bytes_per_block
         has_views = getattr(memory, "has_views", False)
         self._views = cast(BlockViews, memory).views if has_views else None
@@ -48,8 +55,7 @@ class InstanceBlocks:
         """
         if agreed.codec and not chunk.num_layers:
             whole = self._gathered(ids, agreed)
-            assert self.codec is not None
-            encoded = self.codec.encode(whole)
+            encoded = self._codec(agreed).encode(whole)
             is_smaller = memoryview(encoded).nbytes < len(whole)
             codec, found = (agreed.codec, encoded) if is_smaller else (RAW, whole)
             if reserved is None:
@@ -111,15 +117,21 @@ class InstanceBlocks:
         reorder(agreed.wire, data, agreed.target, own)
         self._memory.write_blocks(ids, own)
 
-    def decoded(self, codec: str, data: memoryview, num_bytes: int) -> memoryview:
+    def decoded(self, codec: str, data: memoryview, num_bytes: int, agreed: Agreement) -> memoryview:
         """The blocks in a verified payload. Raises `KVDataError`."""
         if codec == RAW:
             return data
-        if self.codec is None or codec != self.codec.name:
+        if codec != self.codec_name:
             raise KVDataError(f"a chunk in codec {codec!r}, which was not agreed on")
         target = scratch(num_bytes)
-        self.codec.decode(data, target)
+        self._codec(agreed).decode(data, target)
         return target
+
+    def _codec(self, agreed: Agreement | None = None) -> KVCodec:
+        """For the layout on the wire. Raises `ConfigError` if the codec cannot encode these blocks."""
+        assert self._codec_of is not None
+        wire = None if agreed is None else agreed.wire
+        return self._codec_of(self._layout if wire is None else wire)
 
 
 def scratch(num_bytes: int) -> memoryview:

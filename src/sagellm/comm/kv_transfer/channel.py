@@ -32,7 +32,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from sagellm.comm.kv_transfer.arriving_chunks import Place
-from sagellm.comm.kv_transfer.blocks import InstanceBlocks
+from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks
 from sagellm.comm.kv_transfer.layouts import Agreement, agree
 from sagellm.comm.kv_transfer.messages import (
     PROTOCOL,
@@ -47,13 +47,13 @@ from sagellm.comm.kv_transfer.messages import (
     Refusal,
     reason_of,
 )
-from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
+from sagellm.comm.kv_transfer.options import ChannelOptions, CodecOf, HashesOf
 from sagellm.comm.kv_transfer.receiving import Receiver
 from sagellm.comm.kv_transfer.sending import Sender
 from sagellm.core.checksums import checksum_kernel
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError, KVDataError, nearest
-from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, KVArrivals, KVCodec
+from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, KVArrivals
 from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
@@ -94,7 +94,8 @@ class TransferChannel:
 
     `schema`: of the model's KV. `layout`: the order of a block's bytes, for peers with another; None where it
     cannot be converted. `arrivals`: where blocks enter; None for an instance that only sends. `hashes_of`:
-    the chained hashes of blocks. `worker`: runs tasks one at a time, in order; None makes a thread.
+    the chained hashes of blocks. `codec`: how chunks are encoded if the other side has the same, made for the
+    layout on the wire. `worker`: runs tasks one at a time, in order; None makes a thread.
     """
 
     def __init__(
@@ -107,16 +108,16 @@ class TransferChannel:
         arrivals: KVArrivals | None,
         hashes_of: HashesOf,
         *,
-        codec: KVCodec | None = None,
+        codec: CodecOf | None = None,
         options: ChannelOptions | None = None,
         clock: Clock | None = None,
         worker: Executor | None = None,
     ) -> None:
         options, clock = options or ChannelOptions(), clock or MonotonicClock()
         block_format = BlockFormat.of(schema, memory.bytes_per_block)
-        blocks = InstanceBlocks(memory, block_format.digest, codec)
         if layout is not None and layout.bytes_per_block != memory.bytes_per_block:
             raise ConfigError(f"a block of {layout} has not {memory.bytes_per_block} bytes")
+        blocks = InstanceBlocks(memory, block_format.digest, layout, codec)
         self.node, self._transport, self._block_size = node, transport, schema.block_size
         self._options, self._clock = options, clock
         self._hello = _hello(node, schema, layout, block_format, blocks, options)
@@ -404,7 +405,6 @@ def _hello(
     blocks: InstanceBlocks, options: ChannelOptions,
 ) -> Hello:  # fmt: skip
     """Raises `ConfigError` for names that no HELLO can hold."""
-    codec = "" if blocks.codec is None or blocks.codec.name == "raw" else blocks.codec.name
     made = Hello(
         protocol=PROTOCOL,
         node=node,
@@ -412,7 +412,7 @@ def _hello(
         digest=block_format.digest.hex(),
         bytes_per_block=block_format.bytes_per_block,
         has_views=blocks.has_views,
-        codec=codec,
+        codec="" if blocks.codec_name == RAW else blocks.codec_name,
         chunk_bytes=options.chunk_bytes,
         axes="" if layout is None else layout.axes,
         num_layers=schema.num_layers,

@@ -7,10 +7,14 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.kv_tiers import KVCodec
+from sagellm.core.protocols.kv_transfer import BlockLayout
 from sagellm.core.types import Namespace
 
 HashesOf: TypeAlias = Callable[[bytes, Namespace], Sequence[bytes]]
 """The chained hash of each whole block, from the int32 bytes of tokens."""
+CodecOf: TypeAlias = Callable[[BlockLayout | None], KVCodec]
+"""Makes the codec of blocks with a layout; None where they have none that can be named."""
 
 
 LEAST_CHUNK_BYTES = 1024

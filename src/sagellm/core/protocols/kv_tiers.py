@@ -131,7 +131,10 @@ class TierLookup(Enum):
 
 
 class KVCodec(Protocol):
-    """How the bytes of a block are stored. Stateless; called from worker threads.
+    """How the bytes of blocks are stored. Stateless; called from worker threads.
+
+    Made with `dtype`, and with `layout`: the `BlockLayout` of the blocks, None where they have none that can
+    be named. A codec that needs one raises `ConfigError` without. `data` are blocks one behind the other.
 
     `name`: at most 16 ASCII characters, written into headers. `is_exact`: decoding gives back every bit; if
     not, `max_error` states the largest error relative to the largest number of a block.

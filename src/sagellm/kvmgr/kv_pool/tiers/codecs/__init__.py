@@ -1,9 +1,11 @@
 """How the bytes of KV blocks are stored in tiers below the device.
 
 A codec is one file of this folder, which says `PLUGIN = TheClass`; its name is the file's name and stands in
-the headers of blocks (`core/protocols/kv_tiers.py`). It is made with the dtype of the KV:
+the headers of blocks (`core/protocols/kv_tiers.py`). It is made with the dtype of the KV, and with
+the layout of its blocks where that is known:
 
     zstd = CODECS.create("zstd", dtype="bfloat16")
+    delta = CODECS.create("delta", dtype="bfloat16", layout=layout)
 
 Any damaged input of `decode` raises `KVDataError`, and costs no more memory than a small multiple of a block.
 """

@@ -6,15 +6,14 @@ T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
+from sagellm.core.protocols.kv_transfer import BlockLayout
+from sagellm.kvmgr.kv_pool.tiers.codecs import check_size
+from sagellm.kvmgr.kv_pool.tiers.codecs._numbers import Numbers, StoredNumbers
 
 GROUP = 64
 """Numbers that share a scale: a row of a head or part of it, so that an outlier costs its neighbours only.
@@ -23,9 +22,6 @@ PART = GROUP * 1024
 """Numbers that are computed at a time, so that intermediate arrays stay in the processor's cache."""
 HEAD_BYTES = 8
 SCALED, UNCHANGED = 1, 2
-_LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}
-
-Numbers = npt.NDArray[Any]
 
 
 class Int8Codec:
@@ -40,11 +36,8 @@ class Int8Codec:
     is_exact = False
     max_error = 1 / 127
 
-    def __init__(self, dtype: str) -> None:
-        self._width = bytes_of_dtype(dtype)
-        self._dtype = dtype
-        self._computed: np.dtype[Any] = np.dtype("f8" if dtype == "float64" else "f4")
-        self._largest = _LARGEST.get(dtype, float(np.finfo(self._computed.type).max))
+    def __init__(self, dtype: str, layout: BlockLayout | None = None) -> None:
+        self._numbers = StoredNumbers(dtype)
 
     def encode(self, data: Buffer) -> Buffer:
         source = memoryview(data).cast("B")
@@ -52,13 +45,14 @@ class Int8Codec:
         stored = bytearray(parts.end)
         scales, codes = self._views(stored, parts)
         stored[0] = SCALED
+        numbers = self._numbers.view(source[: parts.num_numbers * self._numbers.width])
         for first in range(0, parts.num_numbers, PART):
-            with np.errstate(invalid="ignore"):  # a signalling NaN warns where it is converted
-                numbers = self._loaded(source, first, min(first + PART, parts.num_numbers))
-                is_finite = self._encode_part(numbers, scales[first // GROUP :], codes[first:])
+            with np.errstate(invalid="ignore"):  # comparing a signalling NaN may warn
+                loaded = self._numbers.load(numbers[first : first + PART])
+                is_finite = self._encode_part(loaded, scales[first // GROUP :], codes[first:])
             if not is_finite:
                 return bytes((UNCHANGED,)).ljust(HEAD_BYTES, b"\0") + source
-        stored[parts.tail :] = source[parts.num_numbers * self._width :]
+        stored[parts.tail :] = source[parts.num_numbers * self._numbers.width :]
         return stored
 
     def decode(self, data: Buffer, target: memoryview) -> None:
@@ -74,32 +68,26 @@ class Int8Codec:
         scales, codes = self._views(source, parts)
         if not self._are_valid(scales, codes):
             raise KVDataError("int8: a scale or an integer out of range")
+        places = self._numbers.view(target[: parts.num_numbers * self._numbers.width])
         for first in range(0, parts.num_numbers, PART):
             last = min(first + PART, parts.num_numbers)
             group_scales = scales[first // GROUP : cdiv(last, GROUP)]
-            self._decode_part(codes[first:last], group_scales, target[first * self._width :])
-        target[parts.num_numbers * self._width :] = source[parts.tail :]
+            self._numbers.store(self._decoded_part(codes[first:last], group_scales), places[first:last])
+        target[parts.num_numbers * self._numbers.width :] = source[parts.tail :]
 
     def _places(self, num_bytes: int) -> _Places:
-        return _Places(num_bytes, self._width, self._computed.itemsize)
+        return _Places(num_bytes, self._numbers.width, self._numbers.computed.itemsize)
 
     def _views(self, stored: bytearray | memoryview, parts: _Places) -> tuple[Numbers, Numbers]:
         """The scales and the integers of a scaled block."""
-        scales = np.frombuffer(stored, self._computed, parts.num_groups, HEAD_BYTES)
+        scales = np.frombuffer(stored, self._numbers.computed, parts.num_groups, HEAD_BYTES)
         return scales, np.frombuffer(stored, np.int8, parts.num_numbers, parts.codes)
 
     def _are_valid(self, scales: Numbers, codes: Numbers) -> bool:
         if not len(codes):
             return True
-        in_range = bool(np.all((scales >= 0) & (scales <= self._largest)))  # false for NaN
+        in_range = bool(np.all((scales >= 0) & (scales <= self._numbers.largest)))  # false for NaN
         return in_range and bool(codes.min() >= -127)
-
-    def _loaded(self, source: memoryview, first: int, last: int) -> Numbers:
-        """Numbers [first, last) of a block in the dtype of the computation."""
-        raw = source[first * self._width : last * self._width]
-        if self._dtype == "bfloat16":  # the upper half of a float32
-            return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-        return np.frombuffer(raw, self._dtype).astype(self._computed, copy=False)
 
     def _encode_part(self, numbers: Numbers, scales: Numbers, codes: Numbers) -> bool:
         """Fill scales and integers; false if there is an infinity or a NaN."""
@@ -117,24 +105,14 @@ class Int8Codec:
             codes[start:stop].reshape(-1, width)[:] = np.rint(shares, out=shares)
         return True
 
-    def _decode_part(self, codes: Numbers, scales: Numbers, target: memoryview) -> None:
-        shares = codes.astype(self._computed) / self._computed.type(127)
+    def _decoded_part(self, codes: Numbers, scales: Numbers) -> Numbers:
+        shares: Numbers = codes.astype(self._numbers.computed) / self._numbers.computed.type(127)
         whole = len(codes) // GROUP * GROUP
         full = shares[:whole].reshape(-1, GROUP)
         full *= scales[: len(full), None]
         if whole < len(codes):
             shares[whole:] *= scales[-1]
-        self._store(shares, target)
-
-    def _store(self, numbers: Numbers, target: memoryview) -> None:
-        """Write numbers to the begin of `target`, rounded to the nearest of the dtype."""
-        place = target[: len(numbers) * self._width]
-        if self._dtype == "bfloat16":
-            bits = numbers.view("<u4")
-            bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)  # half of what falls away; ties go to even
-            np.frombuffer(place, "<u2")[:] = bits >> 16
-        else:
-            np.frombuffer(place, self._dtype)[:] = numbers
+        return shares
 
 
 class _Places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.core.protocols.kv_transfer import BlockLayout
 from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
 
 
@@ -15,7 +16,7 @@ class RawCodec:
     is_exact = True
     max_error = 0.0
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, layout: BlockLayout | None = None) -> None:
         bytes_of_dtype(dtype)
 
     def encode(self, data: Buffer) -> Buffer:

@@ -7,57 +7,31 @@ starving and what can be done about it, Computing in Science & Engineering 12 (2
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from sagellm.core.errors import KVDataError, MissingExtraError
 from sagellm.core.protocols.kv_tiers import Buffer
-from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype, check_size
-
-if TYPE_CHECKING:
-    import zstandard
-
-LEVEL = 1
+from sagellm.core.protocols.kv_transfer import BlockLayout
+from sagellm.kvmgr.kv_pool.tiers.codecs import bytes_of_dtype
+from sagellm.kvmgr.kv_pool.tiers.codecs._frames import ZstdFrames
 
 
 class ZstdCodec:
-    """Implements `KVCodec`. Each thread has a compressor and a decompressor of its own."""
+    """Implements `KVCodec` for blocks of any layout."""
 
     name = "zstd"
     is_exact = True
     max_error = 0.0
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, layout: BlockLayout | None = None) -> None:
         self._width = bytes_of_dtype(dtype)
-        self._of_thread = _Contexts()
+        self._frames = ZstdFrames(self.name)
 
     def encode(self, data: Buffer) -> Buffer:
-        return self._of_thread.compressor.compress(_shuffle(data, self._width))
+        return self._frames.compress(_shuffle(data, self._width))
 
     def decode(self, data: Buffer, target: memoryview) -> None:
         """Raises `KVDataError`, before memory is taken, for a frame whose content has another size."""
-        zstd = self._of_thread.zstd
-        try:
-            check_size(self.name, zstd.get_frame_parameters(data).content_size, target.nbytes)
-            planes = self._of_thread.decompressor.decompress(data, allow_extra_data=False)
-        except zstd.ZstdError as error:
-            raise KVDataError(f"{self.name}: {error}") from error
-        _unshuffle(planes, self._width, target)
-
-
-class _Contexts(threading.local):
-    """Contexts of Zstandard, which are for one thread at a time."""
-
-    def __init__(self) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise MissingExtraError("the codec zstd", "tiers", "zstandard") from error
-        self.zstd = zstandard
-        self.compressor: zstandard.ZstdCompressor = zstandard.ZstdCompressor(LEVEL, write_content_size=True)
-        self.decompressor: zstandard.ZstdDecompressor = zstandard.ZstdDecompressor()
+        _unshuffle(self._frames.decompress(data, target.nbytes), self._width, target)
 
 
 def _shuffle(data: Buffer, width: int) -> bytes | memoryview:
