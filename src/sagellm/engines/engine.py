@@ -59,6 +59,7 @@ from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_even
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import MustLeave, Planner
+from sagellm.engines.prefill_sends import OnLayer, PrefillSends
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
@@ -135,6 +136,7 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self.prefill_sends = PrefillSends(kv)
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -158,8 +160,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
         self._in_flight: InFlightStep | None = None
         self._outputs = StepOutputs()
-        self._num_steps = self._num_preemptions = 0
-        self._step_s = 0.0
+        self._num_steps, self._num_preemptions, self._step_s = 0, 0, 0.0
 
     # -- requests in and out
 
@@ -203,6 +204,10 @@ class Engine:
             )
         )
         self.kv.fork(parent, group)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The state of a request that waits or runs."""
+        return self._request_table.states.get(request_id)
 
     def abort(self, request_id: str) -> bool:
         state = self._request_table.states.get(request_id)
@@ -314,7 +319,7 @@ class Engine:
         if self._kv_waits is not None:
             self._kv_waits.settle()
         kv = self.kv
-        if kv.blocks_move:
+        if kv.blocks_move or kv.pool.num_kept:
             return 0
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
@@ -433,8 +438,8 @@ class Engine:
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
-        if must_leave is not None and self._may_wait(must_leave):
-            binding.draft.hold(must_leave.state)  # the next step has the blocks that were being moved
+        if must_leave is not None and self._give_way(must_leave):
+            binding.draft.hold(must_leave.state)  # a later step has the blocks that were moved or read
             must_leave = None
         if must_leave is not None and must_leave.error is None:
             self._preempt(must_leave.state)
@@ -444,15 +449,24 @@ class Engine:
         if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
             self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
-            return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
+            compute = partial(self._compute, plan, self.prefill_sends.begin_step(binding.draft))
+            return InFlightStep(binding, plan, (), began_s, compute)
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
+
+    def _give_way(self, must_leave: MustLeave) -> bool:
+        """Give up what is kept for others, and stop what moves or reads blocks. Whether some are free soon."""
+        if self.kv.pins.give_way() or (self._kv_waits is not None and self._kv_waits.give_way()):
+            return True
+        if must_leave.error is None:
+            return False
+        return self.prefill_sends.give_way(must_leave.state) or self.kv.blocks_move
 
     def _decide(self) -> Binding:
         """What the passes decide.
 
         Before a request is preempted or ended for lack of memory, prefixes that are kept for others are
         given up, tiers stop moving blocks, and the passes decide again. A request that would be ended waits
-        for what moves: its blocks can be evicted then.
+        for what moves or is sent: these blocks can be evicted then.
         """
         binding, waits = self._planner.decide(self._num_steps, self.view), self._kv_waits
         draft = binding.draft
@@ -462,29 +476,29 @@ class Engine:
         if gave_way:
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
-        if binding.draft.rejected and (self.kv.blocks_move or (waits is not None and waits.is_moving)):
-            for request_id in binding.draft.rejected:
-                binding.draft.record("blocks", self._request_table.states[request_id], "wait", "blocks move")
-            binding.draft.rejected.clear()
-            if not binding.draft.num_scheduled and self.kv.tiers is not None:
-                self.kv.tiers.wait(MOST_IDLE_S)
+        draft, moves = binding.draft, self.kv.blocks_move or (waits is not None and waits.is_moving)
+        rejected = [self._request_table.states[request_id] for request_id in draft.rejected]
+        for state in rejected:
+            if moves or self.prefill_sends.give_way(state):
+                draft.record("blocks", state, "wait", "blocks move")
+                del draft.rejected[state.request_id]
+        if rejected and moves and not draft.num_scheduled and self.kv.tiers is not None:
+            self.kv.tiers.wait(MOST_IDLE_S)
         return binding
-
-    def _may_wait(self, must_leave: MustLeave) -> bool:
-        """Whether a request that lacks blocks will have some. Gives up what is kept for others, and moves."""
-        waits, blocks_move = self._kv_waits, self.kv.blocks_move and must_leave.error is not None
-        return self.kv.pins.give_way() or (waits is not None and waits.give_way()) or blocks_move
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""
-        future = worker.submit(self._compute, planned.plan)
+        on_layer = self.prefill_sends.begin_step(planned.binding.draft)
+        future = worker.submit(self._compute, planned.plan, on_layer)
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
 
-    def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
+    def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:
         """The result and its seconds; runs in the backend's thread, if any."""
         began_s = self.clock.now()
-        return self.backend.execute(plan), self.clock.now() - began_s
+        by_layer = None if on_layer is None else getattr(self.backend, "execute_by_layer", None)
+        result = self.backend.execute(plan) if by_layer is None else by_layer(plan, on_layer)
+        return result, self.clock.now() - began_s
 
     def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
         """The result; None if the step is empty, or has failed and was undone. After a result the backend
@@ -521,6 +535,7 @@ class Engine:
         """
         if self.kv.tiers is not None:
             self.kv.tiers.drop_unstarted()
+        self.prefill_sends.fail_step(binding.draft)
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
@@ -546,6 +561,7 @@ class Engine:
             self._finish(finish)
         if self._approximate is not None:
             self._approximate.observe(current.binding.draft.chunks.values())
+        self.prefill_sends.commit_step(current.binding.draft)
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -557,6 +573,7 @@ class Engine:
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
+        self.prefill_sends.leave(state, keep=False)
         self.kv.release(state, ended=False)
         self._request_table.preempt(state)
         if self._approximate is not None:
@@ -572,6 +589,7 @@ class Engine:
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
         state, reason, token_ids, logprobs, error, keep = finish
+        self.prefill_sends.leave(state, keep=keep)
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)

@@ -34,7 +34,7 @@ class BlockInfo(NamedTuple):
 
 
 class KVPool(Protocol):
-    """A fixed number of equal blocks. `free + allocated + held == total` at all times.
+    """A fixed number of equal blocks. `free + allocated + held + unowned == total` at all times.
 
     A block belongs to an allocation or to a holder (the prefix index, a tier). The pool knows each block of
     an allocation, but only the number of blocks of a holder, which names them when it gives them back. Every
@@ -76,6 +76,23 @@ class KVPool(Protocol):
         """Free blocks of a holder; it cannot return more than it has."""
 
     def num_held(self, holder: str) -> int: ...
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """A transfer reads blocks that are in use.
+
+        If they are freed, no owner gets them before `let_go`, which is called once for each `keep`.
+        """
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        """They are read no longer."""
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are kept. They cannot move."""
+
+    @property
+    def num_unowned(self) -> int:
+        """Those of them that were freed."""
 
     @property
     def block_info(self) -> Mapping[int, BlockInfo]:
