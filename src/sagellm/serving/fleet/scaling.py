@@ -1,4 +1,4 @@
-"""`FleetScaling`: asks the autoscaler while a fleet serves, and carries out or logs what it decides."""
+"""`FleetScaling`: carries out, or logs, what the autoscaler of a front decides."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class FleetScaling:
         }
 
     def _say(self, decision: ScalingDecision) -> None:
-        """Log a decision that changes something; in a dry run, once until it is another."""
+        """Log a decision that changes something; in a dry run, once."""
         is_news = self._said.get(decision.group) != decision.action.value
         self._said[decision.group] = decision.action.value
         if decision.action is not ScalingAction.KEEP and (is_news or not self._dry_run):
