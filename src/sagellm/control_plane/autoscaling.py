@@ -67,7 +67,7 @@ class GroupReport:
     """A group now, by the load reports of its instances.
 
     `attainment`: the share of its recent requests that met their SLO; None: no request had one.
-    `tokens_per_s`: the demand, as prompts and answers of the requests that arrive for it."""
+    `tokens_per_s`: the demand, as tokens of the prompts that arrive."""
 
     instances: Sequence[ExecutionInstance]
     num_starting: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -65,7 +66,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         gateway.start()
+        scaling = fleet.scaling(clock or MonotonicClock())
+        task = None if scaling is None else asyncio.create_task(scaling.run())
         yield
+        if task is not None:
+            task.cancel()
         await gateway.close(stop_timeout_s)
 
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
@@ -84,7 +89,8 @@ def create_app(
         )
     app.add_middleware(AccessLog, request_log=request_log)
     reader = RequestReader(settings, model_name or llm.model_name)
-    _add_routes(app, _handlers(gateway, reader, config, wall_clock, lifecycle), keys, settings.admin_key)
+    fleet = FleetRoutes(gateway, reader, (config or Config()).fleet, lifecycle)
+    _add_routes(app, _handlers(gateway, reader, config, wall_clock, fleet), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
     app.openapi = cache(described)  # type: ignore[method-assign] # in place of FastAPI's
     return app
@@ -179,14 +185,13 @@ def _handlers(
     reader: RequestReader,
     config: Config | None,
     wall_clock: Callable[[], float],
-    lifecycle: Lifecycle | None,
+    fleet: FleetRoutes,
 ) -> dict[tuple[str, str], Handler]:
     """What answers each route of `ENDPOINTS`."""
     encoder = PromptEncoder(gateway.llm)
     generation = GenerationRoutes(gateway, reader, encoder, wall_clock)
     admin = AdminRoutes(gateway, reader, encoder, SchedulingInUse.of(config))
     explanation = ExplainRoutes(gateway, reader, encoder)
-    fleet = FleetRoutes(gateway, reader, (config or Config()).fleet, lifecycle)
     others = OtherRoutes(gateway, reader, encoder, int(wall_clock()))
     return {
         ("GET", "/health"): others.health,

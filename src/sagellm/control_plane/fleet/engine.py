@@ -142,6 +142,8 @@ class FleetEngine:
         self._capability: CapabilityDescriptor | None = None
         self._max_model_len = 0
         self.num_retries = 0
+        self.num_prompt_tokens = self.num_with_slo = self.num_slo_met = 0
+        """Of requests that came; of those that ended with a goal, and that met it."""
         self.placements: dict[str, int] = {}
         """How many requests each instance was given."""
 
@@ -161,6 +163,7 @@ class FleetEngine:
             waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
             raise overloaded(waiting)
         self.requests.add(served)
+        self.num_prompt_tokens += len(request.tokens)
         self._wait(served)
         self._place_waiting()
 
@@ -340,6 +343,12 @@ class FleetEngine:
         if served.first_token_s is not None and len(served.generated) > 1:
             seen["tpot"] = (now_s - served.first_token_s) / (len(served.generated) - 1)
         self._router.observe(instance_id, seen)
+        goals = {"ttft": served.request.slo.ttft_s, "tpot": served.request.slo.tpot_s}
+        if served.first_token_s is not None:
+            seen["ttft"] = served.first_token_s - served.request.arrival_s
+        self.num_with_slo += any(goal is not None for goal in goals.values())
+        missed = any(goal is not None and seen.get(name, 0.0) > goal for name, goal in goals.items())
+        self.num_slo_met += any(goal is not None for goal in goals.values()) and not missed
 
     def _hand_over(self, served: Served) -> None:
         """The prefill instance has drawn the first token; the decode instance goes on."""

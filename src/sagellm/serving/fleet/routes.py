@@ -15,10 +15,12 @@ from pydantic import Field
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.questions import Member
 from sagellm.control_plane.fleet_instances import group_of, instance_name
+from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.fleet_config import FleetConfig
 from sagellm.engines.llm import LLM
 from sagellm.serving.errors import ConflictError, NotFoundError
+from sagellm.serving.fleet.scaling import FleetCounts, FleetScaling, fleet_counts
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import Body
@@ -126,24 +128,48 @@ class FleetRoutes:
     async def scale(self, request: Request) -> FleetStatus:
         """Start or end instances of a group. Those that end are drained first, the highest numbers first."""
         body = await self.reader.read(ScaleRequest, request)
-        lifecycle = self._lifecycle()
+        self._lifecycle()
         if body.group not in self.fleet.groups or not self.fleet.groups[body.group].is_local:
             local = [name for name, group in self.fleet.groups.items() if group.is_local]
             raise RequestError(f"group: the groups of this host are {', '.join(local)}", "group")
+        await self.resize(body.group, body.count)
+        return await self.status()
+
+    async def resize(self, group: str, count: int) -> None:
+        """Start instances of a group, or drain and end those of the highest numbers."""
+        lifecycle = self._lifecycle()
         async with self._busy:
             members = await self.gateway.call(lambda llm: list(_engine(llm).members))
-            own = [name for name in members if group_of(name, self.fleet) == body.group]
-            for name in sorted(own, key=_number)[body.count :]:
-                await self._drain(name)
-                lifecycle.end(name)
-                await self._until(partial(_is_member, name, False), name)
-            free = (n for n in itertools.count() if instance_name(body.group, n) not in own)
-            for number in itertools.islice(free, max(0, body.count - len(own))):
-                lifecycle.start(body.group, number)
-                name = instance_name(body.group, number)
+            own = [name for name in members if group_of(name, self.fleet) == group]
+            for name in sorted(own, key=_number)[count:]:
+                await self._remove(name, lifecycle)
+            free = (n for n in itertools.count() if instance_name(group, n) not in own)
+            for number in itertools.islice(free, max(0, count - len(own))):
+                lifecycle.start(group, number)
+                name = instance_name(group, number)
                 await self._until(partial(_is_member, name, True), name)
                 await self._wait_for(name, 0)
-        return await self.status()
+
+    async def remove(self, name: str) -> None:
+        """Drain an instance and end it."""
+        lifecycle = self._lifecycle()
+        async with self._busy:
+            await self._remove(name, lifecycle)
+
+    async def counts(self) -> FleetCounts:
+        return await self.gateway.call(lambda llm: fleet_counts(_engine(llm), self.fleet))
+
+    async def _remove(self, name: str, lifecycle: Lifecycle) -> None:
+        await self._drain(name)
+        lifecycle.end(name)
+        await self._until(partial(_is_member, name, False), name)
+
+    def scaling(self, clock: Clock) -> FleetScaling | None:
+        """What scales the fleet as configured; None if that is off. Raises `ConfigError` for its options."""
+        if self.fleet.autoscaling == "off":
+            return None
+        dry_run = self.fleet.autoscaling == "dry_run" or self.lifecycle is None
+        return FleetScaling(self.fleet, self, clock, dry_run=dry_run)
 
     def _name(self, body: InstanceRequest) -> str:
         if body.name is None:
