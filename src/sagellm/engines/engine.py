@@ -64,6 +64,7 @@ from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
 from sagellm.engines.validation import check_request
+from sagellm.engines.view import EngineView
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
@@ -74,26 +75,6 @@ MOST_IDLE_S = 0.002
 
 RANKS_LOOK_S = 1.0
 """While idle, an engine of several ranks looks so often whether they are alive."""
-
-
-class EngineView:
-    """Implements `SchedulingView`: what passes see of an engine, and nothing else of it."""
-
-    def __init__(self, engine: Engine, planner: Planner, table: RequestTable) -> None:
-        self._engine = engine
-        self._table = table
-        self.kv = engine.kv.quotes
-        self.max_num_seqs = engine.max_num_seqs
-        self.max_batched_tokens = engine.max_batched_tokens
-        self.bind_early = planner.bind_early
-
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._table.free_rows)
-
-    @property
-    def last_step(self) -> StepFacts:
-        return self._engine.last_step
 
 
 class Engine:
@@ -454,7 +435,7 @@ class Engine:
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
 
     def _give_way(self, must_leave: MustLeave) -> bool:
-        """Give up what is kept for others, and stop what moves or reads blocks. Whether some are free soon."""
+        """Give up what is kept, and stop what moves or reads blocks. Whether some are free soon."""
         if self.kv.pins.give_way() or (self._kv_waits is not None and self._kv_waits.give_way()):
             return True
         if must_leave.error is None:

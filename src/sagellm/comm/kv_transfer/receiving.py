@@ -467,7 +467,7 @@ class Receiver:
         """The offers that wait, and what comes."""
         waiting = [
             IncomingKV(each.offer.request_id, each.sender.node, each.note, each.since_s)
-            for each in self._offers.values()
+            for each in self._offers
         ]
         return waiting + [
             IncomingKV(

@@ -17,7 +17,7 @@ from sagellm.control_plane.fleet.questions import Member, Questions
 from sagellm.control_plane.fleet.served import Served, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
-from sagellm.control_plane.queues import QueuePhase, PhaseQueue, QueuedRequest
+from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
 from sagellm.core.errors import (
