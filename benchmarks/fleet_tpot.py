@@ -1,4 +1,4 @@
-"""What the extra process of a fleet costs: time per token of one engine, here and behind a front.
+"""Time per token of one engine, here and behind a front.
 
     python benchmarks/fleet_tpot.py --rows 32 --rounds 7 [--shape S] [--out FILE]
 
@@ -109,13 +109,13 @@ def measure(config: Config, folder: Path, asked: argparse.Namespace) -> dict[str
         instances, make_router("cost", clock), PrefixIndex(clock), lambda *_: None, clock=clock
     )
     front.know(instances.add("a", endpoint))
-    here = build_engine(config)
+    alone = build_engine(config)
     try:
         front.wait_until_ready(START_S)
         num_equal = 0
         spent: dict[str, list[float]] = {"one process": [], "behind a front": []}
         for number in range(asked.rounds + 1):  # the first is dropped
-            ways: list[tuple[str, EngineCore]] = [("one process", here), ("behind a front", front)]
+            ways: list[tuple[str, EngineCore]] = [("one process", alone), ("behind a front", front)]
             rounds = {
                 way: serve(engine, asked.rows, asked.tokens, number)
                 for way, engine in (ways if number % 2 else ways[::-1])
@@ -128,8 +128,8 @@ def measure(config: Config, folder: Path, asked: argparse.Namespace) -> dict[str
     finally:
         front.close()
         processes.close()
-        here.close()
-    ratios = [front_ms / here_ms for here_ms, front_ms in zip(*spent.values(), strict=True)]
+        alone.close()
+    ratios = [front_ms / alone_ms for alone_ms, front_ms in zip(*spent.values(), strict=True)]
     summary = {way: median(each) for way, each in spent.items()} | {"ratio": median(ratios)}
     summary["equal"] = num_equal / ((asked.rounds + 1) * asked.rows)
     return {"environment": environment(), "rows": asked.rows, "summary": summary, "rounds_ms": spent}

@@ -111,7 +111,7 @@ def _serve_fleet(resolved: Resolved) -> None:
 
 
 def _serve_instance(resolved: Resolved, name: str) -> None:
-    """Serve one instance of a fleet until a signal, at its address in the file.
+    """Serve one instance of a fleet, at its address in the file.
 
     Raises `ConfigError` if it has none, or if the file names no key.
     """

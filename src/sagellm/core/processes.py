@@ -138,7 +138,7 @@ class ProcessGroup:
         self._end(grace_s)
 
     def ask_to_end(self, message: bytes, within_s: float) -> None:
-        """Send a message at which each child ends, and wait so long for it; then `close`."""
+        """Send a message at which each child ends. `close` after so long."""
         with self._lock:
             if self._closing:
                 return
@@ -229,7 +229,7 @@ def _log_lines(name: str, output: IO[bytes], last_lines: deque[str]) -> None:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """The fields of a log record, or of a line that no logger has written."""
+    """The fields of a log record; of any other line, those of a warning."""
     if line.startswith('{"time":'):
         with suppress(ValueError):
             record: dict[str, Any] = json.loads(line)

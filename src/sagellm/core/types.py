@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from array import array
@@ -352,12 +351,6 @@ def _in_range(
         raise RequestError(f"{name} must be at least {low}, got {value}", param or name)
     ends = f"{'(' if open_low else '['}{low}, {high}]"
     raise RequestError(f"{name} must be in {ends}, got {value}", param or name)
-
-
-def request_seed(engine_seed: int, request_id: str) -> int:
-    """The seed of a request without one: equal in every process, unlike `hash`."""
-    digest = hashlib.blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from sagellm.control_plane.fleet import messages
 from sagellm.control_plane.fleet.messages import (
     CALLS,
-    Call,
     CallAnswer,
+    FrontCall,
     MessageError,
-    Output,
     Outputs,
     Submit,
+    WireOutput,
     arguments_of,
     changes_of,
     encode,
@@ -58,12 +58,12 @@ def test_a_request_arrives_as_it_was() -> None:
 
 
 def test_an_output_has_every_field() -> None:
-    assert Output.__struct_fields__ == RequestOutput._fields
+    assert WireOutput.__struct_fields__ == RequestOutput._fields
     output = RequestOutput(
         "r", (1, 2), 3, 2, 4, (TokenLogprob(1, -0.5, ((2, -1.0),)),), FinishReason.STOP, "e",
         (TokenLogprob(1, -0.1),), 0.5, MissCounts(1, 2, 3), PromptSpan(0, 1, SpanState.UNKNOWN), 7,
     )  # fmt: skip
-    received = from_instance(encode(Outputs((Output(*output),))))
+    received = from_instance(encode(Outputs((WireOutput(*output),))))
     assert isinstance(received, Outputs)
     assert output_of(received.outputs[0]) == output
 
@@ -102,12 +102,12 @@ def test_errors_keep_what_a_client_sees(error: Exception) -> None:
 
 
 def test_each_call_is_read_by_its_types() -> None:
-    call = Call(1, "pin", encode((Tokens([1]), Namespace("t"))))
+    call = FrontCall(1, "pin", encode((Tokens([1]), Namespace("t"))))
     assert arguments_of(call) == (Tokens([1]), Namespace("t"))
     with pytest.raises(MessageError):
-        arguments_of(Call(1, "pin", encode((1, 2))))
+        arguments_of(FrontCall(1, "pin", encode((1, 2))))
     with pytest.raises(MessageError, match="clear_cache"):
-        arguments_of(Call(1, "clear_cash", b""))
+        arguments_of(FrontCall(1, "clear_cash", b""))
     for name, result in (("stats", EngineStats(1, 2, 3, 4, 5)), ("diagnostics", EngineDiagnostics())):
         answer = from_instance(encode(CallAnswer(1, encode(result))))
         assert isinstance(answer, CallAnswer)

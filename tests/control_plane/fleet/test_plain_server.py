@@ -16,14 +16,14 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.fleet_config import PlainServerConfig
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.fleet import (
-    Answer,
+    CallResult,
     Connected,
     HandOver,
     HandOverPart,
     InstanceEvent,
+    InstanceLost,
     KVChanges,
-    Lost,
-    Refused,
+    RequestRefused,
 )
 from sagellm.core.protocols.router import ExecutionInstance
 from sagellm.core.types import FinishReason, Namespace, Request, RequestOutput, SamplingParams, Tokens
@@ -76,7 +76,7 @@ class Seen:
 
     def ended(self, request_id: str = "r") -> Any:
         """The last word about a request; None before it."""
-        for event in self.of(RequestOutput) + self.of(Refused):
+        for event in self.of(RequestOutput) + self.of(RequestRefused):
             if event.request_id == request_id and getattr(event, "finish_reason", "refused") is not None:
                 return event
         return None
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked_is_refused_unsent(
 ) -> None:
     with standing_in(kind) as server:
         refused = Seen(servers, server).connected().ask(request(8, **params))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RequestRefused)
         assert words in str(refused.error)
         assert not refused.again
         assert not server.bodies
@@ -306,12 +306,12 @@ def test_a_stream_that_is_cut_may_be_tried_again(servers: PlainServers, kind: st
     with standing_in(kind, cut_after=3, ends_early=ends_early) as server:
         seen = Seen(servers, server).connected()
         refused = seen.ask(request(8))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RequestRefused)
         assert refused.again
         assert seen.tokens() == continued(PROMPT, 3)
         seen.ask(request(8, generated=seen.tokens(), request_id="s"))
         assert seen.tokens() + seen.tokens("s") == continued(PROMPT, 8)
-        assert not seen.of(Lost)
+        assert not seen.of(InstanceLost)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,7 +325,7 @@ def test_a_busy_server_is_asked_again(servers: PlainServers, kind: str, monkeypa
         refused = seen.ask(request(4, request_id="s"))
         assert refused.again
         assert "told to say 500" in str(refused.error)
-        assert not seen.of(Lost)
+        assert not seen.of(InstanceLost)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,7 +343,7 @@ def test_a_server_that_serves_us_no_more_is_lost(servers: PlainServers, status: 
         seen = Seen(servers, server).connected()
         seen.client.submit(request(4))
         seen.until(lambda: len(seen.of(Connected)) == 2)
-        assert f"status {status}" in seen.of(Lost)[0].reason
+        assert f"status {status}" in seen.of(InstanceLost)[0].reason
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
@@ -373,7 +373,7 @@ def test_a_wrong_message_ends_the_attempt(
     with standing_in(kind, change=change) as server:
         seen = Seen(servers, server).connected()
         refused = seen.ask(request(8))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RequestRefused)
         assert refused.again
         assert words in str(refused.error)
         server.change = lambda message: message
@@ -405,7 +405,7 @@ def test_a_slow_server_is_waited_for_and_a_stalled_answer_is_not() -> None:
         server.delay_s = 5.0
         seen.until(lambda: seen.ended("s"))
         assert seen.ended("s").again
-        assert not seen.of(Lost)
+        assert not seen.of(InstanceLost)
     servers.close()
 
 
@@ -418,13 +418,13 @@ def test_a_server_that_dies_is_lost_and_found_again(servers: PlainServers, kind:
         seen.until(lambda: all(len(seen.tokens(f"r{number}")) > 2 for number in range(3)))
         port = server.port
         server.kill()
-        seen.until(lambda: seen.of(Lost), "the loss")
+        seen.until(lambda: seen.of(InstanceLost), "the loss")
         assert seen.client.facts is None
         assert seen.client.fault
         num_before = len(seen.of(RequestOutput))
     with standing_in(kind, port=port) as server:
         seen.until(lambda: len(seen.of(Connected)) == 2, "the return")
-        assert not seen.of(Refused)  # a `Lost` stands for all requests
+        assert not seen.of(RequestRefused)  # a `InstanceLost` stands for all requests
         seen.ask(request(5, request_id="s"))
         assert seen.tokens("s") == continued(PROMPT, 5)
         assert {each.request_id for each in seen.of(RequestOutput)[num_before:]} == {"s"}
@@ -438,8 +438,8 @@ def test_a_server_whose_health_fails_is_lost(settings: dict[str, Any]) -> None:
         seen.client.submit(request(200))
         seen.until(lambda: server.num_running)
         vars(server).update(settings)
-        seen.until(lambda: seen.of(Lost))
-        assert "/health" in seen.of(Lost)[0].reason
+        seen.until(lambda: seen.of(InstanceLost))
+        assert "/health" in seen.of(InstanceLost)[0].reason
         seen.until(lambda: server.num_aborted == 1, "its requests are aborted")
     servers.close()
 
@@ -453,7 +453,7 @@ def test_a_server_that_sends_tokens_lives_although_its_health_is_late() -> None:
         server.health_s = 100.0
         seen.until(lambda: seen.ended())
         assert seen.tokens() == continued(PROMPT, 40)
-        seen.until(lambda: seen.of(Lost))
+        seen.until(lambda: seen.of(InstanceLost))
     servers.close()
 
 
@@ -491,8 +491,8 @@ def test_what_is_wrong_with_a_server_is_said(
         seen.client.submit(request(1))
         call_id = seen.client.call("stats")
         seen.poll()
-        assert [event.call_id for event in seen.of(Answer)] == [call_id]
-        assert words in str(seen.of(Answer)[0].error)
+        assert [event.call_id for event in seen.of(CallResult)] == [call_id]
+        assert words in str(seen.of(CallResult)[0].error)
         assert not seen.of(Connected)
         assert not server.bodies
     servers.close()
@@ -553,8 +553,8 @@ def test_what_a_plain_server_can_be_asked(servers: PlainServers) -> None:
                 ("explain", (Tokens(PROMPT), Namespace(), None)),
             )
         }  # fmt: skip
-        seen.until(lambda: len(seen.of(Answer)) == len(calls))
-        answers = {event.call_id: event for event in seen.of(Answer)}
+        seen.until(lambda: len(seen.of(CallResult)) == len(calls))
+        answers = {event.call_id: event for event in seen.of(CallResult)}
         stats = answers[calls["stats"]].result
         assert (stats.num_running, stats.blocks_active, stats.blocks_free) == (3, 250, 750)
         assert answers[calls["hint"]].result[0].status is HintStatus.UNSUPPORTED
@@ -578,7 +578,7 @@ def test_its_kv_events_come_between_connection_and_loss(servers: PlainServers) -
         seen.until(lambda: len(seen.of(Connected)) == 2)
         kinds = [type(event) for event in seen.events if not isinstance(event, ExecutionInstance)]
         assert kinds[0] is Connected
-        assert kinds[-2:] == [Lost, Connected]
+        assert kinds[-2:] == [InstanceLost, Connected]
     publisher.close()
 
 

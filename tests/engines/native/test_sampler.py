@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.core.types import SamplingParams, request_seed
+from sagellm.core.seeds import request_seed
+from sagellm.core.types import SamplingParams
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler, sample, splitmix64, uniform
 
 CPU = torch.device("cpu")

@@ -26,18 +26,18 @@ from sagellm.control_plane.fleet.messages import (
     Abort,
     AddPeer,
     AlivePing,
-    Call,
     CallAnswer,
     Changes,
     FromFront,
+    FrontCall,
+    FrontHello,
     Goodbye,
     HandedOver,
-    Hello,
     Load,
     LosePeer,
     MessageError,
     Outputs,
-    Refusal,
+    RefusedSubmit,
     Submit,
     Welcome,
     encode,
@@ -51,15 +51,15 @@ from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.protocols.fleet import (
-    Answer,
+    CallResult,
     Connected,
     EngineClient,
     HandOver,
     InstanceEvent,
     InstanceFacts,
+    InstanceLost,
     KVChanges,
-    Lost,
-    Refused,
+    RequestRefused,
 )
 from sagellm.core.types import Request
 
@@ -147,11 +147,11 @@ class RemoteInstance:
         call_id = next(self._call_ids)
         if self._facts is None:
             self._events.append(
-                Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
+                CallResult(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
             )
         else:
             self._calls[call_id] = name
-            self._post(Call(call_id, name, encode(tuple(arguments))))
+            self._post(FrontCall(call_id, name, encode(tuple(arguments))))
         return call_id
 
     def add_peer(self, facts: InstanceFacts) -> None:
@@ -167,7 +167,7 @@ class RemoteInstance:
         return events
 
     def tick(self) -> None:
-        """Connect again, say that this front lives, or give up a greeting that is not answered."""
+        """Do what is due: connect again, ping, or give up a connection."""
         now_s = self._clock.now()
         if self._socket is None:
             if now_s >= self._retry_s:
@@ -245,14 +245,14 @@ class RemoteInstance:
                 return reports
             case Changes(changes, is_complete):
                 return [KVChanges([change.event for change in changes], is_complete)]
-            case Refusal(request_id, error):
-                return [Refused(request_id, error_of(error))]
+            case RefusedSubmit(request_id, error):
+                return [RequestRefused(request_id, error_of(error))]
             case CallAnswer(call_id, result, fault):
                 name = self._calls.pop(call_id, None)
                 if name is not None and fault is not None:
-                    return [Answer(call_id, error=error_of(fault))]
+                    return [CallResult(call_id, error=error_of(fault))]
                 if name is not None:
-                    return [Answer(call_id, result_of(name, result))]
+                    return [CallResult(call_id, result_of(name, result))]
         return []
 
     def _welcome(self, message: Welcome) -> None:
@@ -275,7 +275,7 @@ class RemoteInstance:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_handshake = True
-                self._send(Hello(PROTOCOL, self._lease_s, self._takes_over))
+                self._send(FrontHello(PROTOCOL, self._lease_s, self._takes_over))
             elif event in _ENDS:
                 unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
                 self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])
@@ -290,11 +290,11 @@ class RemoteInstance:
         self._retry_s = self._clock.now() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
         for call_id in self._calls:
-            self._events.append(Answer(call_id, error=SageError(f"{self._id}: {reason}")))
+            self._events.append(CallResult(call_id, error=SageError(f"{self._id}: {reason}")))
         self._calls.clear()
         if self._facts is not None:
             self._facts = None
-            self._events.append(Lost(reason))
+            self._events.append(InstanceLost(reason))
 
     def _drop_socket(self) -> None:
         if self._socket is not None:

@@ -10,11 +10,11 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
 from sagellm.control_plane.fleet.questions import Member, Questions
-from sagellm.control_plane.fleet.served import Served, ServedRequests, possible
+from sagellm.control_plane.fleet.served import FleetRequest, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
@@ -31,9 +31,10 @@ from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.fleet import (
-    Answer,
+    CallResult,
     Connected,
     EngineClient,
+    EngineClients,
     FailurePolicy,
     HandOver,
     HandOverPart,
@@ -41,9 +42,9 @@ from sagellm.core.protocols.fleet import (
     HandOverState,
     InstanceEvent,
     InstanceFacts,
+    InstanceLost,
     KVChanges,
-    Lost,
-    Refused,
+    RequestRefused,
 )
 from sagellm.core.protocols.router import (
     NOT_CACHED,
@@ -54,6 +55,7 @@ from sagellm.core.protocols.router import (
     Router,
 )
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.seeds import request_seed
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -61,7 +63,6 @@ from sagellm.core.types import (
     Request,
     RequestOutput,
     Tokens,
-    request_seed,
 )
 
 log = logging.getLogger("sagellm.fleet")
@@ -71,16 +72,6 @@ STATS_S = 1.0
 """Each instance is asked for its statistics so often."""
 MAX_WAITING = 1 << 20
 """The admission bounds what is taken; requests of lost instances always find a place."""
-
-
-class Clients(Protocol):
-    """The instances of a fleet (`client.Instances`)."""
-
-    def wait(self, timeout_s: float) -> Sequence[EngineClient]: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +105,7 @@ class FleetEngine:
 
     def __init__(
         self,
-        clients: Clients,
+        clients: EngineClients,
         router: Router,
         prefixes: PrefixIndex,
         check: Callable[[Request, CapabilityDescriptor, int], None],
@@ -158,7 +149,7 @@ class FleetEngine:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
         seed = request_seed(self.policy.seed, request.request_id)
-        served = Served(request, seed, queued_since_s=self._clock.now())
+        served = FleetRequest(request, seed, queued_since_s=self._clock.now())
         if len(self.prefill_queue) >= self._admission.max_waiting:
             waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
             raise overloaded(waiting)
@@ -294,14 +285,14 @@ class FleetEngine:
                     self._prefixes.apply(instance_id, Gap(0, 0))
             case HandOverReport():
                 self._on_report(member, event)
-            case Refused(attempt_id, error, again):
+            case RequestRefused(attempt_id, error, again):
                 if (served := self.requests.of_attempt(attempt_id)) is not None:
                     (self._retry if again else self._fail)(served, str(error))
             case Connected(facts):
                 self._on_connected(member, facts)
-            case Lost(reason):
+            case InstanceLost(reason):
                 self._lost(member, instance_id, reason)
-            case Answer():
+            case CallResult():
                 self._questions.take(instance_id, event)
 
     def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
@@ -338,7 +329,7 @@ class FleetEngine:
             self._observe_end(instance_id, served, now_s)
             self._forget_request(served)
 
-    def _observe_end(self, instance_id: str, served: Served, now_s: float) -> None:
+    def _observe_end(self, instance_id: str, served: FleetRequest, now_s: float) -> None:
         seen = {"e2e": now_s - served.request.arrival_s}
         if served.first_token_s is not None and len(served.generated) > 1:
             seen["tpot"] = (now_s - served.first_token_s) / (len(served.generated) - 1)
@@ -350,7 +341,7 @@ class FleetEngine:
         missed = any(goal is not None and seen.get(name, 0.0) > goal for name, goal in goals.items())
         self.num_slo_met += any(goal is not None for goal in goals.values()) and not missed
 
-    def _hand_over(self, served: Served) -> None:
+    def _hand_over(self, served: FleetRequest) -> None:
         """The prefill instance has drawn the first token; the decode instance goes on."""
         assert served.placement is not None
         prefill, decode = served.placement.prefill, served.placement.decode
@@ -405,7 +396,7 @@ class FleetEngine:
         for served in self.requests.on(instance_id):
             self._retry(served, f"{instance_id} was lost ({reason})")
 
-    def _retry(self, served: Served, reason: str) -> None:
+    def _retry(self, served: FleetRequest, reason: str) -> None:
         if served.num_retries >= self.policy.max_retries:
             self._fail(served, f"{reason}; it was the attempt number {served.attempt + 1}, and the last")
             return
@@ -415,17 +406,17 @@ class FleetEngine:
         self.requests.retry(served, self._clock.now(), reason)
         self._wait(served)
 
-    def _end(self, served: Served) -> None:
+    def _end(self, served: FleetRequest) -> None:
         self._abort_attempt(served)
         self._forget_request(served)
 
-    def _forget_request(self, served: Served) -> None:
+    def _forget_request(self, served: FleetRequest) -> None:
         self.requests.end(served.request_id)
         self._admission.finished(served.request_id)
         for each in (self.prefill_queue, self.decode_queue):
             each.remove(served.request_id)
 
-    def _fail(self, served: Served, reason: str) -> None:
+    def _fail(self, served: FleetRequest, reason: str) -> None:
         self._end(served)
         request, num_tokens = served.request, len(served.generated)
         self._outputs.append(
@@ -435,7 +426,7 @@ class FleetEngine:
             )
         )  # fmt: skip
 
-    def _abort_attempt(self, served: Served) -> None:
+    def _abort_attempt(self, served: FleetRequest) -> None:
         for instance_id in served.instances:
             if (member := self.members.get(instance_id)) is not None:
                 member.client.abort(served.attempt_id)
@@ -454,8 +445,8 @@ class FleetEngine:
     def _ready(self) -> list[Member]:
         return [member for member in self.members.values() if member.is_ready]
 
-    def _wait(self, served: Served) -> None:
-        """Queue a request. Whoever reads an answer already does not wait behind prompts."""
+    def _wait(self, served: FleetRequest) -> None:
+        """Queue a request. One whose answer is read already does not wait behind prompts."""
         now_s = self._clock.now()
         queue = self.decode_queue if served.generated else self.prefill_queue
         queue.push(served.metadata(now_s), served.request.arrival_s)
@@ -499,7 +490,7 @@ class FleetEngine:
         self._begin(served, placement)
         return True
 
-    def _begin(self, served: Served, placement: Placement) -> None:
+    def _begin(self, served: FleetRequest, placement: Placement) -> None:
         if served.generated:  # the first token is drawn: there is nothing to hand over
             placement = replace(placement, prefill=placement.decode)
         exchanging = {name for name, each in self.members.items() if each.facts and each.facts.transfers}
@@ -517,7 +508,7 @@ class FleetEngine:
         source.client.call("send_prefix", asked)
         self._submit(placement.prefill, served, self._part(HandOverPart.FETCH, placement.fetch_from), onward)
 
-    def _submit(self, instance_id: str, served: Served, *parts: HandOver | None) -> None:
+    def _submit(self, instance_id: str, served: FleetRequest, *parts: HandOver | None) -> None:
         member = self.members[instance_id]
         is_seeded = member.facts is None or member.facts.draws_by_position
         member.client.submit(served.attempt_request(is_seeded=is_seeded), *parts)

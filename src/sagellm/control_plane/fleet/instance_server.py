@@ -26,22 +26,22 @@ from sagellm.control_plane.fleet.messages import (
     Abort,
     AddPeer,
     AlivePing,
-    Call,
     CallAnswer,
     FromFront,
     FromInstance,
+    FrontCall,
+    FrontHello,
     Goodbye,
     HandedOver,
-    Hello,
     Load,
     LosePeer,
     MessageError,
-    Output,
     Outputs,
     Pinned,
-    Refusal,
+    RefusedSubmit,
     Submit,
     Welcome,
+    WireOutput,
     arguments_of,
     changes_of,
     encode,
@@ -119,7 +119,9 @@ class _Session:
 
 
 class InstanceServer:
-    """Binds `endpoint` (`tcp://host:port`, port 0 for a free one, or `ipc://path`) when it is made.
+    """Serves one engine at an endpoint, which is bound when it is made.
+
+    `endpoint`: `tcp://host:port`, port 0 for a free one, or `ipc://path`.
 
     `actions`: calls that need more than the engine (`set_policy`, ...), by name. Raises `ConfigError` for an
     endpoint that cannot be bound.
@@ -197,7 +199,7 @@ class InstanceServer:
         if self.hand_overs is not None:
             progress = self.hand_overs.poll()
             outputs, reports = [*outputs, *progress.outputs], progress.reports
-        self._send_changes()  # first: who has the tokens may ask for the prefix
+        self._send_changes()  # first: a front with the tokens may ask for the prefix
         self._send_outputs(outputs)
         self._send_reports(reports)
         self._send_load()
@@ -250,7 +252,7 @@ class InstanceServer:
             log.warning("a front sent what cannot be read, and was passed over: %s", error)
             return
         session = self._sessions.get(identity)
-        if isinstance(message, Hello):
+        if isinstance(message, FrontHello):
             self._greet(identity, message)
         elif session is None:
             self._post(identity, Goodbye("the session has ended"))
@@ -258,7 +260,7 @@ class InstanceServer:
             session.heard_s = self._clock.now()
             self._carry_out(session, message)
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
+    def _greet(self, identity: bytes, hello: FrontHello) -> None:
         if hello.protocol != PROTOCOL:
             log.error("a front speaks protocol %d, this instance %d", hello.protocol, PROTOCOL)
             self._post(identity, Welcome(PROTOCOL))
@@ -280,7 +282,7 @@ class InstanceServer:
                 self._submit(session, request, hand_over, onward)
             case Abort(request_id):
                 self._abort(session, request_id)
-            case Call():
+            case FrontCall():
                 self._post(session.identity, self._answer(session, message))
             case AddPeer(facts):
                 if self.hand_overs is not None and facts.transfers:
@@ -288,7 +290,7 @@ class InstanceServer:
             case LosePeer(instance_id):
                 if self.hand_overs is not None:
                     self.hand_overs.peer_lost(instance_id)
-            case Hello() | AlivePing():
+            case FrontHello() | AlivePing():
                 pass
 
     def _submit(
@@ -307,7 +309,7 @@ class InstanceServer:
             else:
                 self.hand_overs.expect(request, hand_over, onward)
         except SageError as error:
-            self._post(session.identity, Refusal(request_id, wire_error(error)))
+            self._post(session.identity, RefusedSubmit(request_id, wire_error(error)))
             return
         self._owner[request_id] = session
         session.requests.add(request_id)
@@ -326,7 +328,7 @@ class InstanceServer:
             session.requests.discard(request_id)
         self._load.leave(request_id)
 
-    def _answer(self, session: _Session, call: Call) -> CallAnswer:
+    def _answer(self, session: _Session, call: FrontCall) -> CallAnswer:
         try:
             result = self._called(session, call.name, arguments_of(call))
         except Exception as error:
@@ -365,12 +367,12 @@ class InstanceServer:
     # ---------------------------------------------------------------------------------- messages out
 
     def _send_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        by_session: dict[bytes, list[Output]] = {}
+        by_session: dict[bytes, list[WireOutput]] = {}
         for output in outputs:
             session = self._owner.get(output.request_id)
             if session is None:
                 continue
-            by_session.setdefault(session.identity, []).append(Output(*output))
+            by_session.setdefault(session.identity, []).append(WireOutput(*output))
             self._load.leave(output.request_id)
             if output.finish_reason not in (None, FinishReason.MOVED):  # its KV still goes to another
                 self._forget(output.request_id)

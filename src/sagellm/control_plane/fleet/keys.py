@@ -1,8 +1,8 @@
 """The keys of a fleet: everything between its processes is encrypted by CurveZMQ.
 
 One shared key gives the instances' long-term key pair. A front must know its public half to say the first
-word (CurveZMQ's HELLO is a box for it), and it is never sent: who does not have the shared key reaches
-nothing. Source of the handshake: CurveZMQ, rfc.zeromq.org/spec/26.
+word (CurveZMQ's HELLO is a box for it), and it is never sent: without the shared key nothing is
+reached. Source of the handshake: CurveZMQ, rfc.zeromq.org/spec/26.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
 # ------------------------------------------------------------------------------------ from a front
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class FrontHello(_Message, frozen=True, tag="hello"):
     """The first message of a session. Without a sign of life for `lease_s` the instance ends it.
 
     `takes_over`: sessions of other fronts end now; the one before has died.
@@ -56,7 +56,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Submit(_Message, frozen=True):
-    """`onward`: where the request goes after its prefill, if `hand_over` fetches a prefix for that."""
+    """Start a request. `onward`: where it goes after its prefill, if `hand_over` fetches a prefix."""
 
     request: Request
     hand_over: HandOver | None = None
@@ -71,7 +71,7 @@ class AlivePing(_Message, frozen=True):
     """The front lives."""
 
 
-class Call(_Message, frozen=True):
+class FrontCall(_Message, frozen=True):
     """A question; `arguments` are those of `CALLS[name]`, encoded."""
 
     call_id: int
@@ -87,7 +87,7 @@ class LosePeer(_Message, frozen=True):
     instance_id: str
 
 
-FromFront = Hello | Submit | Abort | AlivePing | Call | AddPeer | LosePeer
+FromFront = FrontHello | Submit | Abort | AlivePing | FrontCall | AddPeer | LosePeer
 
 
 # --------------------------------------------------------------------------------- from an instance
@@ -106,7 +106,7 @@ class Goodbye(_Message, frozen=True):
     reason: str
 
 
-class Output(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
+class WireOutput(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
     """`RequestOutput`, field by field."""
 
     request_id: str
@@ -127,7 +127,7 @@ class Output(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaul
 class Outputs(_Message, frozen=True):
     """What one step has added."""
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[WireOutput, ...]
 
 
 class WireError(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -140,7 +140,7 @@ class WireError(msgspec.Struct, frozen=True, gc=False, array_like=True):
     status: int = 400
 
 
-class Refusal(_Message, frozen=True):
+class RefusedSubmit(_Message, frozen=True):
     request_id: str
     error: WireError
 
@@ -180,11 +180,11 @@ class CallAnswer(_Message, frozen=True):
     error: WireError | None = None
 
 
-FromInstance = Welcome | Goodbye | Outputs | Refusal | Load | HandedOver | Changes | CallAnswer
+FromInstance = Welcome | Goodbye | Outputs | RefusedSubmit | Load | HandedOver | Changes | CallAnswer
 
 
 class Pinned(msgspec.Struct, frozen=True, array_like=True):
-    """A pin that the instance holds until it is asked to `unpin` it, or the session ends."""
+    """A pin, which the instance holds until `unpin` or the session's end."""
 
     pin_id: int
     num_tokens: int
@@ -214,7 +214,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
 def _encode_other(value: Any) -> Any:
     if isinstance(value, Tokens):
         return value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} is in no message")
+    raise TypeError(f"{type(value).__name__} is in no message")
 
 
 def _decode_other(kind: type, value: Any) -> Any:
@@ -222,7 +222,7 @@ def _decode_other(kind: type, value: Any) -> Any:
         if not isinstance(value, bytes) or len(value) % 4:
             raise ValueError("tokens are int32 numbers")
         return Tokens.frombytes(value)
-    raise NotImplementedError(f"{kind.__name__} is in no message")
+    raise TypeError(f"{kind.__name__} is in no message")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
@@ -260,7 +260,7 @@ def facts_of(welcome: Welcome) -> InstanceFacts:
     return facts
 
 
-def arguments_of(call: Call) -> Sequence[Any]:
+def arguments_of(call: FrontCall) -> Sequence[Any]:
     """Raises `MessageError`, also for a call that is unknown here."""
     if call.name not in _ARGUMENTS:
         raise MessageError(f"an instance cannot be asked {call.name!r}.{errors.nearest(call.name, CALLS)}")
@@ -280,7 +280,7 @@ def _decoded(decoder: Any, data: bytes) -> Any:
         raise MessageError(f"{len(data)} bytes are no message of protocol {PROTOCOL}: {error}") from error
 
 
-def output_of(output: Output) -> RequestOutput:
+def output_of(output: WireOutput) -> RequestOutput:
     return RequestOutput(*msgspec.structs.astuple(output))
 
 
@@ -302,7 +302,7 @@ def wire_error(error: Exception) -> WireError:
 
 
 def error_of(wire: WireError) -> SageError:
-    """An error of the same class if its constructor takes a message, else of its nearest base that does."""
+    """An error of the same class, if that is made of a message."""
     kind = getattr(errors, wire.kind, SageError)
     if not isinstance(kind, type) or not issubclass(kind, SageError):
         kind = SageError

@@ -45,13 +45,13 @@ from sagellm.core.fleet_config import PlainServerConfig
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
 from sagellm.core.protocols.fleet import (
-    Answer,
+    CallResult,
     Connected,
     HandOver,
     InstanceEvent,
     InstanceFacts,
-    Lost,
-    Refused,
+    InstanceLost,
+    RequestRefused,
 )
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, FinishReason, Request, RequestOutput
@@ -174,7 +174,7 @@ class PlainServer:
             return
         if hand_over is not None or onward is not None:
             error = RequestError(f"{self._id} is a plain server: no KV goes there or comes from there")
-            self._events.append(Refused(request.request_id, error))
+            self._events.append(RequestRefused(request.request_id, error))
             return
         self._loop.call_soon_threadsafe(self._begin, request)
 
@@ -184,7 +184,7 @@ class PlainServer:
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
         call_id = next(self._call_ids)
         if self._facts is None:
-            answer = Answer(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
+            answer = CallResult(call_id, error=SageError(f"{self._id} is not connected: {self.fault}"))
             self._events.append(answer)
         elif name == "clear_cache":
             asyncio.run_coroutine_threadsafe(self._clear(call_id), self._loop)
@@ -204,7 +204,7 @@ class PlainServer:
             event = self._events.popleft()
             if isinstance(event, Connected):
                 self._facts = event.facts
-            elif isinstance(event, Lost):
+            elif isinstance(event, InstanceLost):
                 self._facts = self._load = None
             elif isinstance(event, ExecutionInstance):
                 self._load = event
@@ -216,28 +216,28 @@ class PlainServer:
         self._running.cancel()
         self._facts = None
 
-    def _answer_to(self, call_id: int, name: str, arguments: Sequence[Any]) -> Answer:
+    def _answer_to(self, call_id: int, name: str, arguments: Sequence[Any]) -> CallResult:
         load = self._load
         if name == "stats":
             if load is None:
-                return Answer(call_id, EngineStats(0, 0, 0, 0, 0))
+                return CallResult(call_id, EngineStats(0, 0, 0, 0, 0))
             active = load.num_blocks - load.num_free_blocks
-            return Answer(
+            return CallResult(
                 call_id, EngineStats(load.num_running, load.num_waiting, active, 0, load.num_free_blocks)
             )
         if name == "diagnostics":
-            return Answer(call_id, EngineDiagnostics())
+            return CallResult(call_id, EngineDiagnostics())
         if name == "hint":
             envelope: KVHintsEnvelope = arguments[0]
             why = f"{self._id} is a plain server"
-            return Answer(
+            return CallResult(
                 call_id,
                 [
                     HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=why)
                     for action in envelope.actions
                 ],
             )
-        return Answer(
+        return CallResult(
             call_id, error=RequestError(f"{self._id} is a plain server, which cannot be asked {name!r}")
         )
 
@@ -263,7 +263,7 @@ class PlainServer:
                 pause_s, self.fault = FIRST_BACKOFF_S, ""
                 log.info("%s is %s at %s", self._id, link.kind.name, self.endpoint)
                 self._note(await self._keep(link))
-                self._post(Lost(self.fault))
+                self._post(InstanceLost(self.fault))
                 await asyncio.sleep(FIRST_BACKOFF_S)
         finally:
             await self._http.close()
@@ -273,7 +273,7 @@ class PlainServer:
         if not running.cancelled() and (error := running.exception()) is not None:
             self.fault = f"its client has failed: {error!r}"
             log.error("%s: its client has failed", self._id, exc_info=error)
-            self._post(Lost(self.fault))
+            self._post(InstanceLost(self.fault))
 
     def _note(self, reason: str) -> None:
         if reason != self.fault:
@@ -438,7 +438,7 @@ class PlainServer:
             del link.tasks[request_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: a request failed in an unexpected way", self._id, exc_info=error)
-            self._post(Refused(request_id, SageError(f"{self._id}: {error!r}")))
+            self._post(RequestRefused(request_id, SageError(f"{self._id}: {error!r}")))
 
     def _drop(self, request_id: str) -> None:
         """Close its stream, which aborts it at the server."""
@@ -454,7 +454,7 @@ class PlainServer:
         try:
             content = msgspec.json.encode(link.kind.body(request))
         except RequestError as error:
-            self._post(Refused(request.request_id, error))
+            self._post(RequestRefused(request.request_id, error))
             return
         link.meter.begin(request.request_id, len(request.tokens) + len(request.generated))
         for num_tries in itertools.count():
@@ -465,7 +465,7 @@ class PlainServer:
             except PlainServerError as error:
                 if error.status in REFUSED:
                     refusal = RequestError(f"{self._id} refuses the request: {error}")
-                    self._post(Refused(request.request_id, refusal))
+                    self._post(RequestRefused(request.request_id, refusal))
                     return
                 if error.status in MISPLACED:
                     link.give_up(str(error))
@@ -474,7 +474,7 @@ class PlainServer:
                     return
                 if progress.num_tokens or num_tries == MAX_TRIES:
                     failure = SageError(f"{self._id}: {error}")
-                    self._post(Refused(request.request_id, failure, again=True))
+                    self._post(RequestRefused(request.request_id, failure, again=True))
                     return
             await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**num_tries))
 
@@ -510,14 +510,14 @@ class PlainServer:
         """The number of blocks is not known: 0."""
         link = self._link
         if link is None:
-            return  # a `Lost` says so
+            return  # a `InstanceLost` says so
         try:
             await self._post_json(link.kind.clear_path, {})
         except PlainServerError as error:
             refusal = RequestError(f"{self._id}: {error}. {link.kind.clear_hint}")
-            self._post(Answer(call_id, error=refusal))
+            self._post(CallResult(call_id, error=refusal))
             return
-        self._post(Answer(call_id, 0))
+        self._post(CallResult(call_id, 0))
 
     async def _get(self, path: str, timeout_s: float = ASK_S) -> bytes:
         return await self._http.ask("GET", path, None, timeout_s)

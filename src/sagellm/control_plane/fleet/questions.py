@@ -9,7 +9,7 @@ from typing import Any
 from sagellm.core.clock import Clock
 from sagellm.core.errors import SageError
 from sagellm.core.protocols.engine import EngineStats
-from sagellm.core.protocols.fleet import Answer, EngineClient, HandOverReport, InstanceFacts
+from sagellm.core.protocols.fleet import CallResult, EngineClient, HandOverReport, InstanceFacts
 from sagellm.core.protocols.router import ExecutionInstance
 
 ANSWER_S = 5.0
@@ -43,12 +43,15 @@ class Questions:
 
     def __init__(self, turn: Callable[[float], None], clock: Clock) -> None:
         self._turn, self._clock = turn, clock
-        self._asked: dict[tuple[str, int], Answer | None] = {}
+        self._asked: dict[tuple[str, int], CallResult | None] = {}
         """By instance and number of the call: what is waited for."""
         self._stats: dict[tuple[str, int], Member] = {}
 
     def ask(self, member: Member, name: str, arguments: Sequence[Any] = ()) -> Any:
-        """The result of a call; raises its error, or `SageError` without an answer in `ANSWER_S`."""
+        """The result of a call.
+
+        Raises its error, or `SageError` without an answer in `ANSWER_S`.
+        """
         return self._answer(self._call(member, name, arguments))
 
     def ask_each(self, members: Sequence[Member], name: str, arguments: Sequence[Any] = ()) -> list[Any]:
@@ -68,7 +71,7 @@ class Questions:
             if instance_id not in waiting:
                 self._stats[instance_id, member.client.call("stats")] = member
 
-    def take(self, instance_id: str, answer: Answer) -> None:
+    def take(self, instance_id: str, answer: CallResult) -> None:
         """An answer has come. A call on a lost connection is answered with an error."""
         call = instance_id, answer.call_id
         member = self._stats.pop(call, None)

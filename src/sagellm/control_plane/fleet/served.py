@@ -22,7 +22,7 @@ _MARK = "~"
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class FleetRequest:
     """One request of a client. `seed`: for instances that draw by position, if the client gave none: each
     attempt has another id, and draws the same. `generated`: what has been handed out of its answer.
 
@@ -81,10 +81,10 @@ class ServedRequests:
     """The requests by id, by attempt and by instance. `waiting`: those without a placement."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Served] = {}
-        self._by_id: dict[str, Served] = {}
-        self._by_attempt: dict[str, Served] = {}
-        self._by_instance: dict[str, dict[str, Served]] = {}
+        self.waiting: dict[str, FleetRequest] = {}
+        self._by_id: dict[str, FleetRequest] = {}
+        self._by_attempt: dict[str, FleetRequest] = {}
+        self._by_instance: dict[str, dict[str, FleetRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -92,25 +92,25 @@ class ServedRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def add(self, served: Served) -> None:
+    def add(self, served: FleetRequest) -> None:
         self._by_id[served.request_id] = served
         self.waiting[served.request_id] = served
 
-    def get(self, request_id: str) -> Served | None:
+    def get(self, request_id: str) -> FleetRequest | None:
         return self._by_id.get(request_id)
 
-    def of_attempt(self, attempt_id: str) -> Served | None:
+    def of_attempt(self, attempt_id: str) -> FleetRequest | None:
         """None: the attempt is over."""
         return self._by_attempt.get(attempt_id)
 
-    def on(self, instance_id: str) -> list[Served]:
+    def on(self, instance_id: str) -> list[FleetRequest]:
         """Those whose attempt is there."""
         return list(self._by_instance.get(instance_id, {}).values())
 
     def num_on(self, instance_id: str) -> int:
         return len(self._by_instance.get(instance_id, ()))
 
-    def place(self, served: Served, placement: Placement) -> None:
+    def place(self, served: FleetRequest, placement: Placement) -> None:
         """The attempt begins."""
         del self.waiting[served.request_id]
         served.placement = placement
@@ -118,14 +118,14 @@ class ServedRequests:
         for instance_id in served.instances:
             self._by_instance.setdefault(instance_id, {})[served.request_id] = served
 
-    def leave_prefill(self, served: Served) -> None:
-        """The prefill instance has drawn its token: if it is lost, the attempt goes on."""
+    def leave_prefill(self, served: FleetRequest) -> None:
+        """The prefill instance has drawn its token. The attempt outlives it."""
         placement = served.placement
         if placement is not None and placement.is_separated:
             del self._by_instance[placement.prefill][served.request_id]
             served.placement = replace(placement, prefill=placement.decode)
 
-    def retry(self, served: Served, now_s: float, reason: str) -> None:
+    def retry(self, served: FleetRequest, now_s: float, reason: str) -> None:
         """The attempt is over; the request waits again."""
         self._end_attempt(served)
         served.attempt += 1
@@ -133,7 +133,7 @@ class ServedRequests:
         served.queued_since_s, served.reason = now_s, reason
         self.waiting[served.request_id] = served
 
-    def end(self, request_id: str) -> Served | None:
+    def end(self, request_id: str) -> FleetRequest | None:
         """The request is answered or dropped. None if it is unknown."""
         served = self._by_id.pop(request_id, None)
         if served is not None:
@@ -141,10 +141,10 @@ class ServedRequests:
             self._end_attempt(served)
         return served
 
-    def all(self) -> Iterable[Served]:
+    def all(self) -> Iterable[FleetRequest]:
         return list(self._by_id.values())
 
-    def _end_attempt(self, served: Served) -> None:
+    def _end_attempt(self, served: FleetRequest) -> None:
         self._by_attempt.pop(served.attempt_id, None)
         for instance_id in served.instances:
             self._by_instance.get(instance_id, {}).pop(served.request_id, None)

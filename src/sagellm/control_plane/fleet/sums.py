@@ -44,12 +44,14 @@ def _summed_misses(misses: Sequence[MissCounts]) -> MissCounts:
 
 def _summed_reuse(reuse: Sequence[PrefixReuseSnapshot]) -> PrefixReuseSnapshot:
     sums = {
-        each.name: sum(getattr(one, each.name) for one in reuse)
+        each.name: sum(getattr(snapshot, each.name) for snapshot in reuse)
         for each in fields(PrefixReuseSnapshot)
         if each.name != "match_buckets"
     }
     ends = reuse[0].match_buckets
-    buckets = tuple((end, sum(one.match_buckets[i][1] for one in reuse)) for i, (end, _) in enumerate(ends))
+    buckets = tuple(
+        (end, sum(snapshot.match_buckets[i][1] for snapshot in reuse)) for i, (end, _) in enumerate(ends)
+    )
     return PrefixReuseSnapshot(**sums, match_buckets=buckets)
 
 
@@ -113,10 +115,10 @@ def _tiers(states: Sequence[TierState]) -> list[TierState]:
     return list(total.values())
 
 
-def _tier_sum(one: TierState, other: TierState) -> TierState:
-    sums = {name: getattr(one, name) + getattr(other, name) for name in _TIER_COUNTS}
-    misses = _added([one.misses, other.misses])
-    return one._replace(**sums, misses=misses, fault=one.fault or other.fault)
+def _tier_sum(first: TierState, other: TierState) -> TierState:
+    sums = {name: getattr(first, name) + getattr(other, name) for name in _TIER_COUNTS}
+    misses = _added([first.misses, other.misses])
+    return first._replace(**sums, misses=misses, fault=first.fault or other.fault)
 
 
 _TIER_COUNTS = ("total", "cached", "held", "stored", "loaded", "evicted", "dropped", "refused")

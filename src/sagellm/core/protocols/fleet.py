@@ -1,4 +1,4 @@
-"""Contracts of a fleet: an instance seen from outside, and a request that moves between two of them.
+"""Contracts of a fleet: instances seen from outside, and requests that move.
 
     front     -> prefill   HandOver(PREFILL, peer="decode-1")     compute the prompt, send its KV to the peer
     front     -> decode    HandOver(DECODE, peer="prefill-1")     wait for that KV, go on from `generated`
@@ -122,13 +122,13 @@ class Connected(NamedTuple):
     facts: InstanceFacts
 
 
-class Lost(NamedTuple):
+class InstanceLost(NamedTuple):
     """The connection has ended, and with it every request on it. The client tries to connect again."""
 
     reason: str
 
 
-class Refused(NamedTuple):
+class RequestRefused(NamedTuple):
     """A request that the instance does not take. `again`: it has failed there, and may succeed elsewhere."""
 
     request_id: str
@@ -143,7 +143,7 @@ class KVChanges(NamedTuple):
     is_complete: bool = True
 
 
-class Answer(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a call, or its error."""
 
     call_id: int
@@ -152,7 +152,14 @@ class Answer(NamedTuple):
 
 
 InstanceEvent = (
-    RequestOutput | ExecutionInstance | HandOverReport | KVChanges | Connected | Lost | Refused | Answer
+    RequestOutput
+    | ExecutionInstance
+    | HandOverReport
+    | KVChanges
+    | Connected
+    | InstanceLost
+    | RequestRefused
+    | CallResult
 )
 
 
@@ -172,7 +179,7 @@ class EngineClient(Protocol):
     def submit(
         self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
     ) -> None:
-        """Start a request. Does nothing while not connected: a `Lost` has said so.
+        """Start a request. Does nothing while not connected: a `InstanceLost` has said so.
 
         `onward`: where it goes after its prefill, if `hand_over` fetches a prefix for that.
         """
@@ -181,7 +188,7 @@ class EngineClient(Protocol):
         """Drop a request, wherever it is. It may have ended, or never have been there."""
 
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
-        """Ask something of `EngineCore`; an `Answer` with this number follows, or a `Lost`."""
+        """Ask something of `EngineCore`; an `Answer` with this number follows, or a `InstanceLost`."""
 
     def add_peer(self, facts: InstanceFacts) -> None:
         """Tell it where another instance takes KV."""
@@ -191,5 +198,17 @@ class EngineClient(Protocol):
 
     def poll(self) -> Sequence[InstanceEvent]:
         """What has happened since the last call, in order."""
+
+    def close(self) -> None: ...
+
+
+class EngineClients(Protocol):
+    """The instances that a front knows."""
+
+    def wait(self, timeout_s: float) -> Sequence[EngineClient]:
+        """Those with something to `poll`, after at most this time."""
+
+    def wake(self) -> None:
+        """Have `wait` return. For any thread."""
 
     def close(self) -> None: ...

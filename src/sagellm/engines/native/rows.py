@@ -15,7 +15,7 @@ import torch
 from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
-from sagellm.core.types import request_seed
+from sagellm.core.seeds import request_seed
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device

@@ -30,7 +30,7 @@ log = logging.getLogger("sagellm.fleet")
 
 
 def run(options: Mapping[str, Any], inbox: Inbox) -> None:
-    """The entry of a child process: serve until the parent closes the inbox or is gone.
+    """The entry of a child process. Serves until the inbox ends.
 
     `options`: those of `instance_server`, and `cpus`, on which the process stays.
     """

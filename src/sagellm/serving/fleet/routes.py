@@ -1,4 +1,4 @@
-"""/v1/fleet and /v1/admin/fleet: the instances of a fleet, and what an operator does with them."""
+"""/v1/fleet and /v1/admin/fleet: the instances of a fleet, and their operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Supervisor`: starts the processes of a fleet on this host, and starts those again that end.
+"""`Supervisor`: starts the processes of a fleet on this host, again if they end.
 
 It holds the listening socket, so a front that is started again serves the same address, and connections that
 are made meanwhile wait. Its children end with it, even by `kill -9`: each reads a pipe from it.
