@@ -24,6 +24,7 @@ from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
+from sagellm.core.blocks import cdiv
 from sagellm.core.types import Namespace, Tokens
 
 MACHINE = hardware("h100-80g", "llama-3.1-8b")
@@ -114,7 +115,13 @@ def tenants(only: Sequence[str]) -> list[Any]:
             10**6 + 8 * number + block for block in range(4)
         ]
         length = 4 * 512 + draw.randint(100, 2048)
-        made = TraceRequest(now_s, Tokens(ids), Namespace(f"tenant-{tenant}"), length, draw.randint(20, 300))
+        made = TraceRequest(
+            now_s,
+            Tokens(ids[: cdiv(length, 512)]),
+            Namespace(f"tenant-{tenant}"),
+            length,
+            draw.randint(20, 300),
+        )
         requests.append(made)
     trace = Trace("tenants", "made", 512, tuple(requests))
     return [row(run(trace, layout(4, ROUTERS[name])), router=name) for name in only or ROUTERS]
