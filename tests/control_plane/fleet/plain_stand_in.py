@@ -67,7 +67,9 @@ class StandIn:
         self._socket.bind(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        config = uvicorn.Config(
+            self._app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
@@ -77,8 +79,7 @@ class StandIn:
         """As the end of its process: all connections end at once."""
         loop = self._server.servers[0].get_loop()
         loop.call_soon_threadsafe(self._end_connections)
-        wait_until(lambda: not self._server.server_state.connections, "the connections end")
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
         self._thread.join(PATIENCE_S)
 
     def _end_connections(self) -> None:

@@ -550,6 +550,7 @@ class PlainServers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
 
 
