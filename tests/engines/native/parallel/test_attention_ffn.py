@@ -33,7 +33,7 @@ ONE, TWO = Split(0, ffn=1), Split(0, ffn=2)
 USUAL = {"llama-biases", "opt-post-norm-projected", "gemma4", "gemma4-moe", "gpt-oss", "qwen3-next"}
 DIVIDED = sorted(set(TINY_MODELS) - {"gemma4-moe"})
 BATCH_DEPENDENT = {"gemma4", "gemma4-text-part", "llama-one-head-each"}
-"""Torch computes a part of these, and rounds by the number of rows: nearly the same logits in micro-batches."""
+"""Torch computes a part of these and rounds by the number of rows, so micro-batches change bits."""
 
 
 @pytest.fixture(scope="module")
