@@ -379,6 +379,17 @@ def test_kv_transfer_without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not measured(kv_transfer.BENCHMARK, "c", tiny("tcp")).rows
 
 
+def test_what_the_protocol_of_kv_transfer_adds() -> None:
+    report = measured(kv_transfer.BENCHMARK, "d", tiny(*kv_transfer.MEASURED))
+    rows = {(row.case, row.unit): row.value for row in report.rows}
+    for name in kv_transfer.MEASURED:
+        framing = rows[name, kv_transfer.FRAMING]
+        assert 100 < framing < 0.01 * kv_transfer.BLOCK_BYTES, "a prefix and two heads, and more of the offer"
+        assert 0 < rows[name, kv_transfer.PROTOCOL_SHARE] < 100
+        assert rows[name, "copies and checksums, us/MB"] > 0
+        assert rows[name, "system calls, us/MB"] > 0
+
+
 def test_kv_transfer_has_every_row() -> None:
     report = measured(kv_transfer.BENCHMARK, "b", tiny(*kv_transfer.MEASURED))
     cases = {row.case for row in report.rows if row.unit == kv_transfer.GB_PER_S}

@@ -63,6 +63,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: list[tuple[Allocation, list[int], float]] = []
         self.held: dict[tuple[str, Account], list[int]] = {}
         self.charged: Counter[Account] = Counter()
+        self.reads: list[list[int]] = []
+        self.unowned: set[int] = set()
 
     def fits(self, count: int, account: Account) -> bool:
         below_ceiling = not self.with_quota or account != TENANT or self.charged[TENANT] + count <= CEILING
@@ -77,8 +79,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     def went(self, block_ids: Iterable[int], account: Account) -> None:
         gone = list(block_ids)
-        self.free_ids.update(gone)
+        self.unowned.update(self.read_ids().intersection(gone))
+        self.free_ids.update(set(gone) - self.unowned)
         self.charged[account] -= len(gone)
+
+    def read_ids(self) -> set[int]:
+        return {block for read in self.reads for block in read}
 
     def pick(self, data: st.DataObject) -> tuple[Allocation, list[int], float]:
         return self.live[data.draw(st.integers(0, len(self.live) - 1), label="allocation")]
@@ -163,6 +169,24 @@ class PoolMachine(RuleBasedStateMachine):
                     self.pool.free(allocation)
                 self.live = [entry for entry in self.live if entry[0] is not allocation]
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        _, block_ids, _ = self.pick(data)
+        read = block_ids[: data.draw(st.integers(0, len(block_ids)), label="read")]
+        self.pool.keep(array("i", read))
+        self.reads.append(read)
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        read = self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1), label="read"))
+        self.pool.let_go(array("i", read))
+        back = self.unowned.intersection(read) - self.read_ids()
+        self.unowned -= back
+        self.free_ids |= back
+
+    @precondition(lambda self: not self.reads)
     @rule(max_copies=st.none() | st.integers(0, 6))
     def compact(self, max_copies: int | None) -> None:
         moves = plan_compaction(set(range(TOTAL)) - self.free_ids, TOTAL, max_copies)
@@ -195,6 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
     def figures_agree(self) -> None:
         free = len(self.free_ids)
         assert self.pool.num_free == free
+        assert self.pool.num_kept == len(self.read_ids())
         assert self.pool.get_utilization() == pytest.approx(1 - free / TOTAL)
         expected = 1 - longest_run(self.free_ids) / free if free else 0.0
         assert self.pool.get_fragmentation() == pytest.approx(expected)
@@ -207,6 +232,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert info.block_id == block
             if block in self.free_ids:
                 assert info.owner is None
+            elif block in self.unowned:
+                assert info.owner == "a reader"
             elif block in owners:
                 assert (info.owner, info.last_access_time) == owners[block]
                 assert info.sequence_id == info.owner
@@ -245,6 +272,10 @@ MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {
     "handing over what it has not": (
         r"no blocks \[1, 4\) to hand to 'index'",
         lambda pool, mine: pool.hand_over(mine, 1, 4, "index"),
+    ),
+    "letting go what was not kept": (
+        "block 3 is let go more often than it was kept",
+        lambda pool, mine: pool.let_go(array("i", [3])),
     ),
     "a block named twice": (
         "named twice",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from sagellm.comm.kv_transfer.channel import TransferChannel
+from sagellm.comm.kv_transfer.chunks import can_cut_by_layer
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import BlockBytes, KVCodec
@@ -48,7 +49,8 @@ def build_transfers(
         node, transport, memory, schema, layout, arrivals, partial(hashes_of, schema.block_size),
         codec=_codec(codec, schema.dtype), options=options, clock=engine.clock,
     )  # fmt: skip
-    return KVTransfers(engine, channel, memory.follow_steps)
+    by_layer = bool(getattr(memory, "has_views", False)) and can_cut_by_layer(layout)
+    return KVTransfers(engine, channel, memory.follow_steps, by_layer=by_layer)
 
 
 def _codec(name: str, dtype: str) -> KVCodec | None:

@@ -58,10 +58,12 @@ from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_even
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import MustLeave, Planner
+from sagellm.engines.prefill_sends import OnLayer, PrefillSends
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
 from sagellm.engines.validation import check_request
+from sagellm.engines.view import EngineView
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
@@ -72,26 +74,6 @@ MOST_IDLE_S = 0.002
 
 RANKS_LOOK_S = 1.0
 """While idle, an engine of several ranks looks so often whether they are alive."""
-
-
-class EngineView:
-    """Implements `SchedulingView`: what passes see of an engine, and nothing else of it."""
-
-    def __init__(self, engine: Engine, planner: Planner, table: RequestTable) -> None:
-        self._engine = engine
-        self._table = table
-        self.kv = engine.kv.quotes
-        self.max_num_seqs = engine.max_num_seqs
-        self.max_batched_tokens = engine.max_batched_tokens
-        self.bind_early = planner.bind_early
-
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._table.free_rows)
-
-    @property
-    def last_step(self) -> StepFacts:
-        return self._engine.last_step
 
 
 class Engine:
@@ -134,6 +116,7 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self.prefill_sends: PrefillSends | None = None
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -202,6 +185,10 @@ class Engine:
             )
         )
         self.kv.fork(parent, group)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The state of a request that waits or runs."""
+        return self._request_table.states.get(request_id)
 
     def abort(self, request_id: str) -> bool:
         state = self._request_table.states.get(request_id)
@@ -436,7 +423,8 @@ class Engine:
         if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
             self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
-            return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
+            compute = partial(self._compute, plan, self._on_layer(binding))
+            return InFlightStep(binding, plan, (), began_s, compute)
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
 
     def _decide(self) -> Binding:
@@ -469,14 +457,20 @@ class Engine:
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""
-        future = worker.submit(self._compute, planned.plan)
+        future = worker.submit(self._compute, planned.plan, self._on_layer(planned.binding))
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
 
-    def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
+    def _on_layer(self, binding: Binding) -> OnLayer | None:
+        """What is told of each layer that the step computes; None if no prompt of it is sent meanwhile."""
+        return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
+
+    def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:
         """The result and its seconds; runs in the backend's thread, if any."""
         began_s = self.clock.now()
-        return self.backend.execute(plan), self.clock.now() - began_s
+        by_layer = None if on_layer is None else getattr(self.backend, "execute_by_layer", None)
+        result = self.backend.execute(plan) if by_layer is None else by_layer(plan, on_layer)
+        return result, self.clock.now() - began_s
 
     def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
         """The result; None if the step is empty, or has failed and was undone. After a result the backend
@@ -513,6 +507,8 @@ class Engine:
         """
         if self.kv.tiers is not None:
             self.kv.tiers.drop_unstarted()
+        if self.prefill_sends is not None:
+            self.prefill_sends.fail_step(binding.draft)
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
@@ -538,6 +534,8 @@ class Engine:
             self._finish(finish)
         if self._approximate is not None:
             self._approximate.observe(current.binding.draft.chunks.values())
+        if self.prefill_sends is not None:
+            self.prefill_sends.commit_step(current.binding.draft)
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -564,6 +562,8 @@ class Engine:
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
         state, reason, token_ids, logprobs, error, keep = finish
+        if self.prefill_sends is not None:
+            self.prefill_sends.leave(state, keep=keep)
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)

@@ -1,6 +1,7 @@
 """`KVTransfers`: an engine's cached prefixes to other instances, and theirs into its cache.
 
     prefill.send("request 1", prompt, "decode-1")          after its prefill
+    prefill.send_prefill("request 1", "decode-1")          before it: layer by layer, while it is computed
     for received in decode.poll(): decode.engine.add(...)  finds the prompt cached
 
 Between two steps, on the engine's thread.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sagellm.core.errors import RequestError
 from sagellm.core.protocols.kv_transfer import (
     KVPath,
     KVTransferChannel,
@@ -20,16 +22,28 @@ from sagellm.core.protocols.kv_transfer import (
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.engine import Engine
+from sagellm.engines.prefill_sends import PrefillSends
 
 
 class KVTransfers:
     """Joins an engine with a channel. Blocks that are sent are pinned until their transfer has ended.
 
-    `follow_steps`: has the channel's copies come behind the steps that a device still computes.
+    `follow_steps`: has the channel's copies come behind the steps that a device still computes. `by_layer`:
+    the channel reads layers of a block alone.
     """
 
-    def __init__(self, engine: Engine, channel: KVTransferChannel, follow_steps: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        channel: KVTransferChannel,
+        follow_steps: Callable[[], None],
+        *,
+        by_layer: bool = False,
+    ) -> None:
         self.engine, self.channel, self._follow_steps = engine, channel, follow_steps
+        num_layers = engine.backend.get_kv_schema().num_layers
+        self._prefills = PrefillSends(engine.kv, channel, num_layers, follow_steps, by_layer=by_layer)
+        engine.prefill_sends = self._prefills
         self._sent: dict[Ticket, PrefixHit] = {}
         self.reports: list[TransferReport] = []
         """Of transfers from here that have ended; the caller takes them away."""
@@ -59,6 +73,20 @@ class KVTransfers:
         self._sent[ticket] = hit
         return ticket
 
+    def send_prefill(self, request_id: str, target: str, note: bytes = b"") -> Ticket:
+        """Send the prompt of a request, in whole blocks, while the engine computes it.
+
+        The target makes room for all of it now. Layers go as they are computed, of each chunk of the prompt;
+        the report comes once the prompt is there. If the request ends before, or a step of it fails, the
+        transfer is cancelled; `send` sends what is cached then. The note goes now, so it names no token that
+        the prefill draws. Raises `RequestError` for a request that the engine does not have.
+        """
+        self.engine.drain()
+        state = self.engine.find(request_id)
+        if state is None:
+            raise RequestError(f"no request {request_id!r} to send: add it first", "request_id")
+        return self._prefills.begin(state, target, note)
+
     def poll(self) -> Sequence[ReceivedKV]:
         """Move transfers on; returns what has come.
 
@@ -85,5 +113,9 @@ class KVTransfers:
 
     def _take_reports(self, *, may_take: bool) -> None:
         for report in self.channel.poll(may_take=may_take):
-            self.engine.kv.pins.let_go(self._sent.pop(report.ticket))
+            hit = self._sent.pop(report.ticket, None)
+            if hit is None:
+                self._prefills.end(report.ticket)
+            else:
+                self.engine.kv.pins.let_go(hit)
             self.reports.append(report)

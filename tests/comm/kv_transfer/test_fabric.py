@@ -30,7 +30,7 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.kv_transfer import Message, TransferStatus
 from tests.comm.kv_transfer.fabrics import FAKE, LIBRARIES, FakeFabric, transport
 from tests.comm.kv_transfer.test_networks import PEER, ROOT
-from tests.comm.kv_transfer.world import KEY, SIZE, Instance, finish, introduce, prompt, until
+from tests.comm.kv_transfer.world import KEY, SIZE, Instance, PairScene, finish, introduce, prompt, until
 
 BLOCKS = 24
 QUICK = ChannelOptions(
@@ -38,7 +38,7 @@ QUICK = ChannelOptions(
 )
 
 
-class Scene:
+class Scene(PairScene):
     """A sender and a receiver. `fabric` is the receiver's, which reads."""
 
     def __init__(self, stack: ExitStack, kind: str = FAKE, **options: Any) -> None:
@@ -73,11 +73,6 @@ class Scene:
     def link(self) -> int:
         [link] = self.of(self.source)._addresses
         return link
-
-    def check(self) -> None:
-        until(lambda: not self.target.arrivals.num_blocks, self.source, self.target)
-        self.source.check(self.tokens)
-        self.target.check(self.tokens)
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ from tests.comm.kv_transfer.test_layouts import HELLO
 MESSAGES: list[Any] = [
     HELLO,
     Refusal("why"),
-    Offer(1, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False, 1),
-    Accept(1, 2, 3, 4),
+    Offer(1, 2, "r", ("a", "b", "c", "d"), ("t", "s"), 9, 2, False, 1),
+    Accept(1, 2, 3, 4, 5),
     Ack(1, 2, (3, 4), (5,)),
     Cancel(1),
     Alive(1),

@@ -28,7 +28,17 @@ from sagellm.core.protocols.kv_transfer import KVPath, TransferReport, TransferS
 from sagellm.core.types import Tokens
 from tests.comm.kv_transfer.fabrics import LIBRARIES, transport
 from tests.comm.kv_transfer.proxy import Proxy, Shuffler, damaged
-from tests.comm.kv_transfer.world import KEY, SIZE, SPACE, Instance, finish, introduce, prompt, until
+from tests.comm.kv_transfer.world import (
+    KEY,
+    SIZE,
+    SPACE,
+    Instance,
+    PairScene,
+    finish,
+    introduce,
+    prompt,
+    until,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ChannelOptions(
@@ -43,7 +53,7 @@ QUICK = ChannelOptions(
 BLOCKS = 24
 
 
-class Scene:
+class Scene(PairScene):
     """A sender, a receiver, and a proxy between them."""
 
     def __init__(self, stack: ExitStack, **options: Any) -> None:
@@ -60,12 +70,6 @@ class Scene:
 
     def send(self) -> TransferReport:
         return finish(self.source, self.source.send(self.tokens, "decode"), self.target)
-
-    def check(self) -> None:
-        """What the sender reports, the receiver has."""
-        until(lambda: not self.target.arrivals.num_blocks, self.source, self.target)
-        self.source.check(self.tokens)
-        self.target.check(self.tokens)
 
 
 @pytest.fixture

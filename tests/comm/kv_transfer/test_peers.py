@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from array import array
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from sagellm.comm.kv_transfer.messages import Accept, Kind, Offer
+from sagellm.comm.kv_transfer.messages import Accept, Alive, Kind, Offer
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.core.clock import ManualClock
@@ -66,6 +67,32 @@ def test_the_same_address_again_changes_nothing(make: Make) -> None:
     assert (report.status, report.num_bytes) == (DONE, 30 * LAYOUT.bytes_per_block)
 
 
+def test_what_was_queued_for_a_lost_link_does_not_open_the_next(make: Make) -> None:
+    """Only a HELLO does, so no attempt of a transfer is lost by it."""
+    source, target = make("prefill", options=replace(QUICK, num_retries=0)), make("decode", options=QUICK)
+    introduce(source, target)
+    first, second = prompt(1, 3), prompt(2, 3)
+    for tokens in (first, second):
+        source.compute(tokens)
+    assert finish(source, source.send(first, "decode"), target).status is DONE
+    transport, [link] = source.channel._transport, source.channel._peers.values()
+    tickets, is_sent, alive = [], threading.Event(), Alive(1)
+
+    def send() -> None:
+        tickets.append(source.send(second, "decode"))
+        is_sent.set()
+
+    def lose() -> None:
+        """On the transport's thread, so that nothing comes in between."""
+        transport.reset(link, "a test resets it")
+        transport.post(link, Message(alive.kind, alive.pack()))
+        transport.call(send)
+
+    transport.call(lose)
+    assert is_sent.wait(10)
+    assert finish(source, tickets[0], target).status is DONE
+
+
 def test_another_instance_at_the_address_is_refused(make: Make) -> None:
     source, target = make("prefill"), make("decode")
     metadata = json.loads(target.channel.metadata()) | {"node": "another"}
@@ -85,7 +112,7 @@ def test_a_hello_of_another_version_is_refused_and_says_why(
     source, target = make("prefill"), make("decode")
     introduce(source, target)
     changed = (source if which == "source" else target).channel
-    newer = Message(Kind.HELLO, json.dumps(asdict(changed._hello) | {"new": 1}).encode())
+    newer = Message(Kind.HELLO, json.dumps(asdict(changed._hello) | {"new": 1}).encode(), opens=True)
 
     def greet(link: int, *_: object) -> None:
         if changed._sender.is_due(link) or which == "target":
@@ -253,11 +280,11 @@ def test_messages_of_the_wrong_side_end_the_link(to_sender: bool) -> None:
     settle()
     [ours] = source.channel._peers.values()
     [incoming] = target.channel._receiver._incoming.values()
-    offer = Offer(1, "r", ("", "", "", ""), ("", ""), 0, 0, False, 1)
+    offer = Offer(1, 1, "r", ("", "", "", ""), ("", ""), 0, 0, False, 1)
     if to_sender:
         target.channel._transport.post(incoming.waiting.link, Message(offer.kind, offer.pack()))
     else:
-        accept = Accept(1, 1, 0, 1)
+        accept = Accept(1, 1, 1, 0, 1)
         source.channel._transport.post(ours, Message(accept.kind, accept.pack()))
     while network.run_one():
         pass

@@ -216,3 +216,17 @@ def until(condition: Callable[[], object], *instances: Instance, timeout_s: floa
 def finish(sender: Instance, ticket: Ticket, *others: Instance, timeout_s: float = 20.0) -> TransferReport:
     until(lambda: ticket in sender.reports, sender, *others, timeout_s=timeout_s)
     return sender.reports[ticket]
+
+
+class PairScene:
+    """A sender, a receiver, and the prompt that is sent."""
+
+    source: Instance
+    target: Instance
+    tokens: Tokens
+
+    def check(self) -> None:
+        """What has arrived is right, and no block is waited for any more."""
+        until(lambda: not self.target.arrivals.num_blocks, self.source, self.target)
+        self.source.check(self.tokens)
+        self.target.check(self.tokens)

@@ -7,6 +7,9 @@ CPU time of both sides says what bounds a rate where other processes use the mac
 
 Section c: the same over TCP loopback beside NIXL and Mooncake, if they are installed: alone, where they write
 blocks and do nothing else, and as transports under our protocol.
+
+Section d: what the protocol adds to a chunk of 1 MB, of both sides: bytes of framing, and CPU time that is no
+copy, no checksum and no system call. Medians of the rounds, which measure all transports one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from typing import TypeAlias
 import numpy as np
 
 from sagellm.benchmarks.micro.cases import MicroBenchmark, MicroBenchPlan, MicroBenchRow, Stopwatch
-from sagellm.benchmarks.micro.kv_transfer_peer import BLOCK_BYTES, BLOCK_TOKENS, RAW, OneArray, TransferNode
+from sagellm.benchmarks.micro.kv_transfer_overhead import CALLS, COPIES, Loopback
+from sagellm.benchmarks.micro.kv_transfer_peer import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    RAW,
+    OneArray,
+    TransferNode,
+    transport_options,
+)
 from sagellm.benchmarks.micro.kv_transfer_plain import (
     PLAIN_MOONCAKE,
     PLAIN_NIXL,
@@ -47,6 +58,7 @@ MEMCPY, RAW_SOCKET = "memcpy", "raw socket"
 REFERENCES = MappingProxyType({"shared_memory": MEMCPY, "tcp": RAW_SOCKET})
 PLAIN = MappingProxyType({"nixl": PLAIN_NIXL, "mooncake": PLAIN_MOONCAKE})
 GB_PER_S, RATIO = "GB/s", "of reference"
+FRAMING, PROTOCOL_SHARE = "bytes of framing/MB", "protocol, % of CPU"
 CPU = ("sender's CPU us/MB", "receiver's CPU us/MB")
 MEASURED = tuple(REFERENCES)
 TIMEOUT_S = 120.0
@@ -59,7 +71,8 @@ class Pair:
 
     def __init__(self, kind: str, num_blocks: int, stack: ExitStack) -> None:
         self._peer = _Peer(kind, num_blocks, stack)
-        self._node = TransferNode("bench", kind, num_blocks)
+        transport = TRANSPORTS.create(kind, **transport_options(kind))
+        self._node = TransferNode("bench", transport, num_blocks)
         stack.callback(self._node.channel.close)
         self._tokens = Tokens(range(num_blocks * BLOCK_TOKENS))
         self._node.cache(self._tokens)
@@ -221,10 +234,38 @@ def libraries(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBench
     return _measured("c", ["tcp", *plain, *there], ratios, max(4, plan.moved_mb // 8), ROUNDS * plan.rounds)
 
 
+def overhead(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    """Section d."""
+    num_blocks = max(4, plan.moved_mb // 4)
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with ExitStack() as stack:
+        cases = {variant: Loopback(variant, num_blocks) for variant in plan.variants}
+        for case in cases.values():
+            stack.callback(case.close)
+            case.move()
+        for _ in range(ROUNDS * plan.rounds):
+            for name, case in cases.items():
+                found[name].append(case.measure())
+    for name, rounds in found.items():
+        middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        figures = {
+            FRAMING: middle["framing"],
+            f"{FRAMING}, %": 100 * middle["framing"] / BLOCK_BYTES,
+            f"{COPIES}, us/MB": middle[COPIES],
+            f"{CALLS}, us/MB": middle[CALLS],
+            "protocol, us/MB": middle["protocol"],
+            PROTOCOL_SHARE: 100 * middle["protocol"] / (middle[COPIES] + middle[CALLS] + middle["protocol"]),
+        }
+        for unit, value in figures.items():
+            yield MicroBenchRow("d", name, num_blocks, "", unit, round(value, 4 if value < 1 else 1))
+
+
 def _check(name: str) -> None:
     if name not in REFERENCES:
         raise UnknownNameError(f"{name!r} is not measured: known are {', '.join(MEASURED)}")
     TRANSPORTS.get(name)
 
 
-BENCHMARK = MicroBenchmark("kv_transfer", lambda: MEASURED, _check, {"b": bandwidth, "c": libraries})
+BENCHMARK = MicroBenchmark(
+    "kv_transfer", lambda: MEASURED, _check, {"b": bandwidth, "c": libraries, "d": overhead}
+)

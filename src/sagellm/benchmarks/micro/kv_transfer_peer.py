@@ -21,6 +21,7 @@ from sagellm.comm.kv_transfer.channel import TransferChannel
 from sagellm.comm.kv_transfer.transports import TRANSPORTS
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.core.protocols.kv_transfer import TransportEngine
 from sagellm.core.registry import registry
 from sagellm.core.types import KVCacheSchema, Tokens
 from sagellm.engines.build_kv import hashes_of
@@ -68,10 +69,14 @@ class OneArray:
             np.copyto(self.rows[block], row)
 
 
-class TransferNode:
-    """A channel, and a prefix cache of so many blocks."""
+def transport_options(kind: str) -> dict[str, Any]:
+    return {"key": KEY} | ({} if kind == "shared_memory" else {"port": 0})
 
-    def __init__(self, name: str, kind: str, num_blocks: int) -> None:
+
+class TransferNode:
+    """A channel over a transport, and a prefix cache of so many blocks."""
+
+    def __init__(self, name: str, transport: TransportEngine, num_blocks: int) -> None:
         self.index = registry("index").create(
             "radix", block_size=BLOCK_TOKENS, policy=registry("policy").create("lru")
         )
@@ -81,9 +86,8 @@ class TransferNode:
         arrivals = PrefixArrivals(self.index, self.pool)
         arrivals.serve(lambda count, account: None, OWNER)
         self.memory = OneArray(num_blocks)
-        options: dict[str, Any] = {} if kind == "shared_memory" else {"port": 0}
         self.channel = TransferChannel(
-            name, TRANSPORTS.create(kind, key=KEY, **options), self.memory, SCHEMA, None, arrivals,
+            name, transport, self.memory, SCHEMA, None, arrivals,
             partial(hashes_of, BLOCK_TOKENS),
         )  # fmt: skip
 
@@ -101,7 +105,7 @@ class TransferNode:
 
 
 def receive(kind: str, num_blocks: int) -> None:
-    node = TransferNode("peer", kind, num_blocks)
+    node = TransferNode("peer", TRANSPORTS.create(kind, **transport_options(kind)), num_blocks)
     print(node.channel.metadata().decode(), flush=True)
     while True:
         node.channel.wait(1.0)

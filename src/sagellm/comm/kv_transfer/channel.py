@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from sagellm.comm.kv_transfer.arriving_chunks import Place
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.layouts import Agreement, agree
 from sagellm.comm.kv_transfer.messages import (
@@ -47,7 +48,7 @@ from sagellm.comm.kv_transfer.messages import (
     reason_of,
 )
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
-from sagellm.comm.kv_transfer.receiving import Place, Receiver
+from sagellm.comm.kv_transfer.receiving import Receiver
 from sagellm.comm.kv_transfer.sending import Sender
 from sagellm.core.checksums import checksum_kernel
 from sagellm.core.clock import Clock, MonotonicClock
@@ -164,7 +165,12 @@ class TransferChannel:
                 self._sender.move(old, link, f"{node} has another address")
         return str(node)
 
-    def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
+    def transfer(
+        self, path: KVPath, target: str, *, by_layer: bool = False, num_blocks: int | None = None
+    ) -> Ticket:
+        num_known = len(path.block_ids)
+        if num_blocks is None:
+            num_blocks = num_known
         with self._changed:
             if self._is_closed:
                 raise ConfigError("this channel is closed")
@@ -172,26 +178,41 @@ class TransferChannel:
                 raise ConfigError(
                     f"unknown instance {target!r}: add_peer first.{nearest(target, self._peers)}"
                 )
-            if len(path.block_ids) * self._block_size > len(path.tokens):
-                raise ConfigError(f"{len(path.tokens)} tokens do not fill {len(path.block_ids)} blocks")
+            if num_blocks * self._block_size > len(path.tokens):
+                raise ConfigError(f"{len(path.tokens)} tokens do not fill {num_blocks} blocks")
+            if num_blocks < num_known or (num_blocks > num_known and not by_layer):
+                raise ConfigError(
+                    f"{num_known} blocks of a path that has {num_blocks}: only a transfer by layer gets "
+                    "blocks later"
+                )
             if len(path.note) > MAX_NOTE_BYTES:
                 raise ConfigError(f"a note has at most {MAX_NOTE_BYTES} bytes, not {len(path.note)}")
-            ticket = self._sender.begin(path, target, self._peers[target], by_layer=by_layer)
-            self._greet(self._peers[target])
+            link = self._peers[target]
+            ticket = self._sender.begin(path, target, link, num_blocks, by_layer=by_layer)
+            self._greet(link)
             return ticket
 
-    def computed(self, ticket: Ticket, num_layers: int) -> None:
+    def extend(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
         with self._changed:
-            self._sender.computed(ticket, num_layers)
+            self._sender.extend(ticket, block_ids)
+
+    def computed(self, ticket: Ticket, num_layers: int, num_blocks: int | None = None) -> None:
+        with self._changed:
+            self._sender.computed(ticket, num_layers, num_blocks)
+
+    def layers_there(self, ticket: Ticket) -> int | None:
+        with self._changed:
+            return self._sender.layers_there(ticket)
 
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         with self._changed:
             self._receiver.advance(may_take=may_take)
-            for link in self._peers.values():
+            reports = self._sender.reports()
+            for link in self._sender.due_links:
                 self._sender.offer_due(link)
                 self._greet(link)
                 self._expect_greeting(link)
-            return self._sender.reports()
+            return reports
 
     @property
     def wants_blocks(self) -> bool:
@@ -220,13 +241,9 @@ class TransferChannel:
 
     def _deadline_s(self) -> float:
         """When `poll` has something to do, even if nothing comes."""
-        ours = (self._links[link] for link in self._peers.values())
-        waiting = [
-            each.greeted_s + self._options.stall_s
-            for each in ours
-            if each.greeted_s is not None and each.agreed is None
-        ]
-        return min([*waiting, *self._sender.deadlines(), *self._receiver.deadlines()], default=math.inf)
+        greeted_s = (self._links[link].greeted_s for link in self._sender.due_links)
+        answers_s = [each + self._options.stall_s for each in greeted_s if each is not None]
+        return min([*answers_s, self._sender.next_s, self._receiver.next_s])
 
     def bandwidth_bytes_per_s(self, target: str) -> float | None:
         with self._changed:
@@ -252,12 +269,12 @@ class TransferChannel:
     @property
     def num_late(self) -> int:
         """Chunks that came late or twice, and were dropped."""
-        return self._receiver.num_late
+        return self._receiver.chunks.num_late
 
     @property
     def num_damaged(self) -> int:
         """Chunks that did not verify, and were asked for again."""
-        return self._receiver.num_damaged
+        return self._receiver.chunks.num_damaged
 
     # -- for the transport's thread
 
@@ -279,6 +296,7 @@ class TransferChannel:
     def _of_target(self, link: int, state: _Link, message: Message) -> bool:
         """A message to the side that sends; False for another kind."""
         head = message.head
+        self._sender.heard(link)
         if message.kind == Kind.ACK:
             self._sender.acknowledged(link, Ack.unpack(head))
         elif message.kind == Kind.ACCEPT:
@@ -318,7 +336,7 @@ class TransferChannel:
 
     def sent(self, link: int, token: int) -> None:
         with self._lock:
-            self._sender.sent(token)
+            self._sender.sent(link, token)
 
     def lost(self, link: int, reason: str) -> None:
         with self._lock:
@@ -344,7 +362,7 @@ class TransferChannel:
         state = self._links[link]
         if state.greeted_s is None and not self._is_closed and self._sender.is_due(link):
             state.greeted_s = self._clock.now()
-            self._transport.post(link, Message(self._hello.kind, self._hello.pack()))
+            self._transport.post(link, Message(self._hello.kind, self._hello.pack(), opens=True))
 
     def _expect_greeting(self, link: int) -> None:
         """Disconnect a link whose other side does not answer our HELLO."""

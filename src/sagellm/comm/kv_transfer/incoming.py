@@ -15,6 +15,8 @@ from sagellm.core.protocols.kv_transfer import TransferStatus
 from sagellm.core.types import Tokens
 
 Path: TypeAlias = tuple[str, tuple[str, ...], int]
+Key: TypeAlias = tuple[int, int]
+"""A link, and the number of a transfer on it."""
 
 
 @dataclass(slots=True)
@@ -29,6 +31,15 @@ class Waiting:
     note: bytes
     since_s: float
     said_s: float
+
+    @property
+    def key(self) -> Key:
+        return self.link, self.offer.transfer
+
+    @property
+    def beat_s(self) -> float:
+        """When its sender is to be told again that this side is alive."""
+        return self.said_s + self.agreed.beat_s
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -106,8 +117,14 @@ class Incoming:
     """Chunks that have landed, from the first on, as far as `num_layers` has looked."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.waiting.link, self.waiting.offer.transfer
+    def key(self) -> Key:
+        return self.waiting.key
+
+    def expects(self, epoch: int, number: int) -> bool:
+        """Whether a chunk is of this transfer, comes in time and for the first time."""
+        if self.failure is not None or epoch != self.target.arrival.epoch or number >= len(self.plan):
+            return False
+        return number not in self.landed and number not in self.pending
 
     @property
     def is_whole(self) -> bool:

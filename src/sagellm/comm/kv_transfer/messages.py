@@ -17,7 +17,7 @@ from sagellm.core.errors import ConfigError, KVDataError, shown
 from sagellm.core.protocols.kv_tiers import BlockHeader
 from sagellm.core.protocols.kv_transfer import BlockLayout, TransferStatus
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEAD_BYTES = 64 << 10
 MAX_TOKENS = 1 << 24
 MAX_REASON = 2000
@@ -219,7 +219,8 @@ class Refusal(_Json):
 class Offer(_Json):
     """A path to send. The payload: its tokens as little-endian int32, then the note.
 
-    `oldest`: the sender will not offer transfers with smaller numbers again.
+    `attempt` counts the offers of this transfer. `oldest`: the sender will not offer transfers with smaller
+    numbers again.
     """
 
     kind = Kind.OFFER
@@ -230,6 +231,7 @@ class Offer(_Json):
         "num_tokens": MAX_TOKENS,
     }
     transfer: int
+    attempt: int
     request_id: str
     namespace: tuple[str, str, str, str]
     account: tuple[str, str]
@@ -241,10 +243,11 @@ class Offer(_Json):
 
 @dataclass(frozen=True, slots=True)
 class Accept(_Json):
-    """The target takes blocks from `first` on, `credits` chunks at a time."""
+    """The target takes blocks from `first` on, `credits` chunks at a time. `attempt`: of the offer."""
 
     kind = Kind.ACCEPT
     transfer: int
+    attempt: int
     epoch: int
     first: int
     credits: int

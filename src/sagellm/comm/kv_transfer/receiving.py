@@ -16,32 +16,30 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 
-from sagellm.comm.kv_transfer.blocks import RAW, InstanceBlocks, scratch
-from sagellm.comm.kv_transfer.chunks import ChunkSpan
+from sagellm.comm.kv_transfer.arriving_chunks import ArrivingChunks, Place
+from sagellm.comm.kv_transfer.blocks import InstanceBlocks
+from sagellm.comm.kv_transfer.deadlines import Deadlines
 from sagellm.comm.kv_transfer.ended import EndedTransfers
-from sagellm.comm.kv_transfer.incoming import ArrivalBlocks, Incoming, Lost, Path, Waiting, heads_of
+from sagellm.comm.kv_transfer.incoming import ArrivalBlocks, Incoming, Key, Lost, Waiting, heads_of
 from sagellm.comm.kv_transfer.layouts import Agreement
 from sagellm.comm.kv_transfer.messages import (
     Accept,
-    Ack,
     Alive,
     Cancel,
     ChunkHead,
     End,
     Hello,
-    Kind,
     Offer,
     reason_of,
 )
+from sagellm.comm.kv_transfer.offers import OfferQueue
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.sending import plan_of
-from sagellm.core.checksums import checksum, copy_with_checksum
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, KVDataError
-from sagellm.core.protocols.kv_tiers import FORMAT_VERSION, KVArrivals
+from sagellm.core.protocols.kv_tiers import KVArrivals
 from sagellm.core.protocols.kv_transfer import (
     MAX_NOTE_BYTES,
     BlockLayout,
@@ -58,41 +56,6 @@ TRIES = 100
 """How often an offer that waits for room is tried, at most, until its time is over."""
 
 
-class Place:
-    """Implements `ChunkPlace`. `views` are the blocks themselves, or memory from which they are filled.
-
-    `checksum`: of what was written, if it was computed then. `blocks`: those of `views`, if it is they.
-    """
-
-    __slots__ = ("_blocks", "checksum", "chunk", "head", "ids", "in_place", "incoming", "views")
-
-    def __init__(
-        self, incoming: Incoming, head: ChunkHead, ids: Sequence[int], views: list[memoryview],
-        blocks: InstanceBlocks | None,
-    ) -> None:  # fmt: skip
-        self.incoming, self.head, self.ids, self.views = incoming, head, ids, views
-        self.chunk = incoming.plan[head.number]
-        self._blocks, self.in_place = blocks, blocks is not None
-        self.checksum: int | None = None
-
-    @property
-    def lock(self) -> threading.Lock:
-        return self.incoming.target.lock
-
-    @property
-    def is_open(self) -> bool:
-        return self.incoming.target.is_open
-
-    def write(self, data: memoryview) -> None:
-        with self.lock:
-            if not self.is_open:
-                return
-            if self._blocks is None:
-                self.checksum = copy_with_checksum(self.views, [data])
-            else:
-                self.checksum = self._blocks.fill(self.ids, self.chunk, self.views, data)
-
-
 class Receiver:
     """What comes to an instance.
 
@@ -104,22 +67,27 @@ class Receiver:
         arrivals: KVArrivals | None, hashes_of: HashesOf, block_size: int, changed: threading.Condition,
         worker: Executor, options: ChannelOptions, clock: Clock,
     ) -> None:  # fmt: skip
-        self._transport, self._blocks, self._layout, self._arrivals = transport, blocks, layout, arrivals
+        self._transport, self._layout, self._arrivals = transport, layout, arrivals
         self._hashes_of, self._block_size, self._changed = hashes_of, block_size, changed
         self._worker, self._options, self._clock = worker, options, clock
-        self._offers: dict[tuple[int, int], Waiting] = {}
-        """By link and transfer, in the order in which they came."""
+        self._offers = OfferQueue()
+        self._new_heads: list[Waiting] = []
+        """Offers of a part of the heads that have come since, and may join an arrival."""
         self._try_s = -math.inf
-        """Offers that wait for credits or room are tried again then, or when a transfer has ended."""
-        self._incoming: dict[tuple[int, int], Incoming] = {}
+        """The first offer is tried then, or when a transfer has ended."""
+        self._incoming: dict[Key, Incoming] = {}
+        """At most as many as there are credits: each has one."""
         self._open: list[ArrivalBlocks] = []
-        self._finished: deque[tuple[int, int]] = deque()
+        self._live: dict[tuple[str, int], Waiting] = {}
+        """By instance and transfer, what is offered or comes: its last offer."""
+        self._finished: deque[Key] = deque()
+        self._deadlines: Deadlines[Key] = Deadlines()
+        """When an offer or a transfer is looked at, even if nothing comes."""
         self._lost: dict[tuple[str, int], Lost] = {}
         """By instance and transfer: their links were lost, and they may be offered again."""
         self._ended = EndedTransfers()
         self._received: list[ReceivedKV] = []
-        self._unsent: list[tuple[Incoming, int, bool]] = []
-        self.num_late = self.num_damaged = 0
+        self.chunks = ArrivingChunks(transport, blocks, changed)
 
     # -- on the transport's thread
 
@@ -131,9 +99,10 @@ class Receiver:
             raise KVDataError(f"an offer of {offer.num_tokens} tokens with {len(data)} bytes")
         if offer.num_blocks * self._block_size > offer.num_tokens:
             raise KVDataError(f"{offer.num_blocks} blocks of {offer.num_tokens} tokens are offered")
-        key = (link, offer.transfer)
+        now = self._clock.now()
+        waiting = Waiting(link, sender, agreed, offer, _tokens(data[:num_bytes]), data[num_bytes:], now, now)
         is_late = self._ended.is_known(sender.instance, offer.transfer, offer.oldest)
-        if is_late or key in self._incoming or key in self._offers:
+        if is_late or self._is_known(waiting):
             return
         end = self._ended.find(sender.instance, offer.transfer)
         if end is None:
@@ -141,34 +110,55 @@ class Receiver:
         if end is not None:
             self._post(link, end)
             return
-        now = self._clock.now()
-        waiting = Waiting(link, sender, agreed, offer, _tokens(data[:num_bytes]), data[num_bytes:], now, now)
-        self._leave_other_links(waiting.identity)
-        self._offers[key] = waiting
-        self._try_s = -math.inf
+        self._give_up_last_attempt(waiting.identity)
+        self._live[waiting.identity] = waiting
+        self._offers.add(waiting)
+        self._deadlines.set(waiting.key, waiting.beat_s)
+        if agreed.is_partial:
+            self._new_heads.append(waiting)
+        if len(self._offers) == 1:
+            self._try_s = -math.inf
         self._changed.notify_all()
 
+    def _is_known(self, waiting: Waiting) -> bool:
+        """Whether this offer or a later one of the same transfer has come before."""
+        lost = self._lost.get(waiting.identity)
+        known = self._live.get(waiting.identity, None if lost is None else lost.waiting)
+        return known is not None and known.offer.attempt >= waiting.offer.attempt
+
     def _turned_away(self, link: int, offer: Offer) -> End | None:
-        most = self._options.max_offers
         if self._arrivals is None:
             reason = "it takes no KV"
-        elif len(self._offers) >= most and sum(each.link == link for each in self._offers.values()) >= most:
+        elif self._offers.num_of_link(link) >= self._options.max_offers:
             reason = "too many offers wait"
         else:
             return None
         return End(offer.transfer, 0, TransferStatus.RETRY.value, reason)
 
-    def _leave_other_links(self, identity: tuple[str, int]) -> None:
-        """The transfer is offered again: its sender has given the other link up."""
-        for key in [key for key, each in self._offers.items() if each.identity == identity]:
-            del self._offers[key]
-        for incoming in self._incoming.values():
-            if incoming.waiting.identity == identity:
-                self._lose(incoming, "it was offered again on another link")
+    def _give_up_last_attempt(self, identity: tuple[str, int]) -> None:
+        """The transfer is offered again: its sender has given up what it sent before."""
+        before = self._live.get(identity)
+        if before is None:
+            return
+        incoming = self._incoming.get(before.key)
+        if self._offers.get(before.key) is before:
+            self._offers.remove(before.key)
+        elif incoming is not None and incoming.waiting is before:
+            incoming.is_lost = (
+                True  # also if it has failed: its end is not reported, but that of this attempt
+            )
+            self._fail(before.key, TransferStatus.RETRY, "it was offered again")
+
+    def _forget(self, waiting: Waiting) -> None:
+        """It is offered and comes no longer."""
+        if self._live.get(waiting.identity) is waiting:
+            del self._live[waiting.identity]
 
     def cancelled(self, link: int, cancel: Cancel) -> None:
         key = (link, cancel.transfer)
-        self._offers.pop(key, None)
+        waiting = self._offers.remove(key)
+        if waiting is not None:
+            self._forget(waiting)
         self._fail(key, TransferStatus.CANCELLED, "the sender cancelled it")
 
     def alive(self, link: int, alive: Alive) -> None:
@@ -178,46 +168,18 @@ class Receiver:
             incoming.progress_s = self._clock.now()
 
     def lost(self, link: int, reason: str) -> None:
-        for key, waiting in list(self._offers.items()):
-            if waiting.link == link:
-                del self._offers[key]
-                if waiting.identity in self._lost:
-                    self._keep_lost(self._lost[waiting.identity].waiting, reason)
+        for waiting in self._offers.of_link(link):
+            self._offers.remove(waiting.key)
+            self._forget(waiting)
+            if waiting.identity in self._lost:
+                self._keep_lost(self._lost[waiting.identity].waiting, reason)
         for incoming in self._incoming.values():
             if incoming.waiting.link == link:
                 self._lose(incoming, reason)
 
     def place(self, link: int, head: ChunkHead, num_bytes: int) -> Place | None:
         incoming = self._incoming.get((link, head.transfer))
-        if incoming is None or incoming.failure is not None or head.epoch != incoming.target.arrival.epoch:
-            self.num_late += 1
-            return None
-        number, agreed = head.number, incoming.waiting.agreed
-        if number in incoming.landed or number in incoming.pending or number >= len(incoming.plan):
-            self.num_late += 1
-            return None
-        if len(incoming.pending) >= incoming.credits:
-            raise KVDataError(f"more than {incoming.credits} chunks without credit")
-        incoming.progress_s = self._clock.now()
-        chunk = incoming.plan[number]
-        if not self._fits(head, incoming, chunk, num_bytes):
-            self._acknowledge(incoming, number, ok=False)
-            return None
-        incoming.pending.add(number)
-        ids = self._ids(incoming, chunk)
-        if head.header.codec != RAW or agreed.is_partial or not self._blocks.has_views:
-            return Place(incoming, head, ids, [scratch(num_bytes)], None)
-        return Place(incoming, head, ids, self._blocks.views(ids, chunk), self._blocks)
-
-    def _fits(self, head: ChunkHead, incoming: Incoming, chunk: ChunkSpan, num_bytes: int) -> bool:
-        header, agreed = head.header, incoming.waiting.agreed
-        return (
-            header.version == FORMAT_VERSION
-            and header.format_digest.hex() == incoming.waiting.sender.digest
-            and header.token_hash == incoming.target.hashes[chunk.stop - 1]
-            and header.num_bytes == num_bytes
-            and (num_bytes == chunk.num_bytes if header.codec == RAW else header.codec == agreed.codec)
-        )
+        return self.chunks.place(incoming, head, num_bytes, self._clock.now())
 
     def filled(self, place: Place) -> None:
         """Verify a chunk that is in its blocks while the processor's cache has it."""
@@ -226,66 +188,14 @@ class Receiver:
         else:
             self._worker.submit(self._finish, place)
 
-    # -- without the lock; on the worker, but for what is in place
-
     def _finish(self, place: Place) -> None:
-        """Verify a chunk, and bring it to its blocks if it is not there."""
-        incoming, number = place.incoming, place.head.number
-        try:
-            is_good = self._is_good(place)
-        except Exception:
-            log.exception("a chunk of %s could not be taken", incoming.waiting.offer.request_id)
-            is_good = False
+        is_good = self.chunks.verify(place)
         with self._changed:
-            incoming.pending.discard(number)
-            if incoming.failure is not None or not incoming.target.is_open:
-                return
-            if is_good:
-                incoming.landed.add(number)
-            else:
-                self.num_damaged += 1
-            incoming.progress_s = self._clock.now()
-            self._acknowledge(incoming, number, ok=is_good)
-            if incoming.is_whole:
+            if self.chunks.land(place, self._clock.now(), ok=is_good):
+                incoming = place.incoming
                 self._finished.append(incoming.key)
+                self._deadlines.set(incoming.key, incoming.waiting.beat_s)
                 self._changed.notify_all()
-
-    def _is_good(self, place: Place) -> bool:
-        incoming, header = place.incoming, place.head.header
-        found = checksum(place.views) if place.checksum is None else place.checksum
-        if found != header.checksum:
-            return False
-        if place.in_place:
-            return True
-        try:
-            data = self._blocks.decoded(header.codec, place.views[0], place.chunk.num_bytes)
-        except KVDataError:
-            return False
-        with place.lock:
-            if place.is_open:
-                self._blocks.write(place.ids, incoming.waiting.agreed, data)
-        return True
-
-    def _ids(self, incoming: Incoming, chunk: ChunkSpan) -> Sequence[int]:
-        return incoming.target.arrival.block_ids[chunk.first : chunk.stop]
-
-    def _acknowledge(self, incoming: Incoming, number: int, *, ok: bool) -> None:
-        if not self._unsent:
-            self._transport.call(self._send_acks)
-        self._unsent.append((incoming, number, ok))
-
-    def _send_acks(self) -> None:
-        """One message for all chunks of a transfer that were verified meanwhile."""
-        with self._changed:
-            unsent, self._unsent = self._unsent, []
-        found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
-        for incoming, number, ok in unsent:
-            waiting = incoming.waiting
-            key = waiting.link, waiting.offer.transfer, incoming.target.arrival.epoch
-            found.setdefault(key, ([], []))[0 if ok else 1].append(number)
-        for (link, transfer, epoch), (good, damaged) in found.items():
-            ack = Ack(transfer, epoch, tuple(good), tuple(damaged))
-            self._transport.post(link, Message(Kind.ACK, ack.pack()))
 
     # -- on the engine's thread
 
@@ -295,82 +205,95 @@ class Receiver:
         Without `may_take` the index and the pool stay as they are, and only what has stalled is noted.
         """
         now = self._clock.now()
-        self._watch(now)
+        for key in self._deadlines.take_due(now):
+            self._look_at(key, now)
         if not may_take:
             return
         while self._finished:
             key = self._finished.popleft()
             if key in self._incoming:
                 self._end(self._incoming[key].target)
+        self._join_heads()
         if now >= self._try_s:
             self._answer_offers(now)
         self._report_lost(now)
 
-    def _watch(self, now: float) -> None:
-        """End what has stalled; tell waiting senders that this side is alive."""
-        stall_s = self._options.stall_s
-        for key, incoming in self._incoming.items():
-            if incoming.failure is not None:
-                continue
-            if not incoming.is_complete and now - incoming.progress_s > stall_s:
+    def _look_at(self, key: Key, now: float) -> None:
+        """End what has stalled; tell a waiting sender that this side is alive."""
+        incoming, waiting = self._incoming.get(key), self._offers.get(key)
+        if waiting is None and incoming is not None and incoming.failure is None:
+            stall_s = self._options.stall_s
+            if not incoming.is_complete and incoming.progress_s + stall_s <= now:
                 is_whole, silence = incoming.is_whole, f"nothing came for {stall_s:g} s"
                 reason = "other ranks did not send their heads" if is_whole else silence
                 self._fail(key, TransferStatus.RETRY, reason)
-            elif incoming.is_whole:
+                return
+            if incoming.is_whole:
                 self._say_alive(incoming.waiting, now)
-        for waiting in self._offers.values():
+            self._deadlines.set(key, self._due_s(incoming))
+        elif waiting is not None:
             self._say_alive(waiting, now)
+            self._deadlines.set(key, waiting.beat_s)
+
+    def _due_s(self, incoming: Incoming) -> float:
+        """When it is looked at, if nothing comes until then."""
+        beat_s = incoming.waiting.beat_s if incoming.is_whole else math.inf
+        stalls_s = math.inf if incoming.is_complete else incoming.progress_s + self._options.stall_s
+        return min(beat_s, stalls_s)
 
     def _say_alive(self, waiting: Waiting, now: float) -> None:
-        if now - waiting.said_s >= waiting.agreed.beat_s:
+        if waiting.beat_s <= now:
             waiting.said_s = now
             self._post(waiting.link, Alive(waiting.offer.transfer))
 
-    def deadlines(self) -> Iterator[float]:
+    @property
+    def next_s(self) -> float:
         """When `advance` has something to do, even if nothing comes."""
-        for incoming in self._incoming.values():
-            if incoming.failure is None and incoming.is_whole:
-                yield incoming.waiting.said_s + incoming.waiting.agreed.beat_s
-            if incoming.failure is None and not incoming.is_complete:
-                yield incoming.progress_s + self._options.stall_s
-        if self._offers:
-            yield self._try_s
-            yield min(each.said_s + each.agreed.beat_s for each in self._offers.values())
-        yield from (each.since_s + self._options.resume_s for each in self._lost.values())
+        lost = next(iter(self._lost.values()), None)
+        lost_s = math.inf if lost is None else lost.since_s + self._options.resume_s
+        return min(self._deadlines.next_s, self._try_s if len(self._offers) else math.inf, lost_s)
+
+    def _join_heads(self) -> None:
+        """Answer offers of heads for which an open arrival waits.
+
+        They need neither credits nor room, so no offer keeps them back: an arrival cannot wait for itself.
+        """
+        arrived, self._new_heads = self._new_heads, []
+        for waiting in arrived:
+            if self._offers.get(waiting.key) is waiting and self._other_heads(waiting) is not None:
+                self._answer(waiting, is_last=True)
 
     def _answer_offers(self, now: float) -> None:
-        """Answer offers, the oldest first.
+        """Answer offers, the oldest first, up to one that waits for credits or room.
 
-        One that waits for credits or room keeps back those behind it, but for heads of an arrival that is
-        open: these need neither, so an arrival that waits for them cannot wait for itself.
+        With one that is answered go the other heads of its path. If it was sent back, they are too: alone,
+        they would hold their room for nothing.
         """
-        is_blocked = False
-        given_up: set[Path] = set()
-        for key, waiting in list(self._offers.items()):
-            target = self._other_heads(waiting)
+        while (waiting := self._offers.first()) is not None:
             is_late = now - waiting.since_s > self._options.offer_wait_s
-            is_last = is_late or not self._incoming or waiting.path in given_up
-            if target is None and is_blocked and not is_last:
-                continue
-            try:
-                is_answered = self._begin(waiting, target, is_last=is_last)
-            except Exception as error:  # the other offers go on
-                log.exception("an offer of %s cannot be taken", waiting.offer.request_id)
-                self._conclude(waiting, 0, TransferStatus.REFUSED, f"{type(error).__name__}: {error}")
-                is_answered = True
-            if not is_answered:
-                is_blocked = True
-                continue
-            del self._offers[key]
-            if waiting.agreed.is_partial and key not in self._incoming:
-                given_up.add(waiting.path)  # alone, its other heads would hold their room for nothing
-        self._try_s = now + self._options.offer_wait_s / TRIES if is_blocked else -math.inf
+            if not self._answer(waiting, is_last=is_late or not self._incoming):
+                self._try_s = now + self._options.offer_wait_s / TRIES
+                return
+            if waiting.agreed.is_partial:
+                is_open = waiting.key in self._incoming
+                for other in self._offers.heads_of(waiting.path):
+                    if not is_open or self._other_heads(other) is not None:
+                        self._answer(other, is_last=True)
+        self._try_s = -math.inf
+
+    def _answer(self, waiting: Waiting, *, is_last: bool) -> bool:
+        """Answer an offer; False if it waits for credits or room. A last try does not wait."""
+        try:
+            if not self._begin(waiting, self._other_heads(waiting), is_last=is_last):
+                return False
+        except Exception as error:  # the other offers go on
+            log.exception("an offer of %s cannot be taken", waiting.offer.request_id)
+            self._conclude(waiting, 0, TransferStatus.REFUSED, f"{type(error).__name__}: {error}")
+        self._offers.remove(waiting.key)
+        return True
 
     def _begin(self, waiting: Waiting, target: ArrivalBlocks | None, *, is_last: bool) -> bool:
-        """Answer an offer; False if it waits for credits or room.
-
-        `target`: an arrival which waits for its heads. A last try does not wait.
-        """
+        """As `_answer`. `target`: an arrival which waits for its heads."""
         assert self._arrivals is not None
         if target is not None:
             self._take(waiting, target)
@@ -407,6 +330,7 @@ class Receiver:
         incoming = Incoming(waiting, target, plan, target.share_of(waiting), self._clock.now())
         target.transfers.append(incoming)
         self._incoming[incoming.key] = incoming
+        self._deadlines.set(incoming.key, self._due_s(incoming))
         self._worker.submit(self._accept, incoming)
 
     def _other_heads(self, waiting: Waiting) -> ArrivalBlocks | None:
@@ -440,10 +364,12 @@ class Receiver:
             return
         self._post(
             incoming.waiting.link,
-            Accept(offer.transfer, target.arrival.epoch, target.arrival.first, incoming.credits),
+            Accept(
+                offer.transfer, offer.attempt, target.arrival.epoch, target.arrival.first, incoming.credits
+            ),
         )
 
-    def _fail(self, key: tuple[int, int], status: TransferStatus, reason: str) -> None:
+    def _fail(self, key: Key, status: TransferStatus, reason: str) -> None:
         incoming = self._incoming.get(key)
         if incoming is not None and incoming.failure is None:
             incoming.failure = status, reason
@@ -458,6 +384,7 @@ class Receiver:
     def fail_all(self, reason: str) -> None:
         """End all; nothing is offered again."""
         self._offers.clear()
+        self._live.clear()
         for incoming in self._incoming.values():
             self._fail(incoming.key, TransferStatus.RETRY, reason)
             incoming.is_lost = False
@@ -489,18 +416,15 @@ class Receiver:
                 self._report(each.waiting, status, reason)
 
     def _keep_lost(self, waiting: Waiting, reason: str) -> None:
+        self._forget(waiting)
         self._lost.pop(waiting.identity, None)  # so that they are in the order of time
         self._lost[waiting.identity] = Lost(waiting, reason, self._clock.now())
 
     def _report_lost(self, now: float) -> None:
         """Report transfers whose link was lost, and that were not offered again in time."""
-        if not self._has_lost(now):
-            return
-        live = {each.identity for each in self._offers.values()}
-        live.update(each.waiting.identity for each in self._incoming.values())
         while self._has_lost(now):
             lost = next(iter(self._lost.values()))
-            if lost.waiting.identity in live:
+            if lost.waiting.identity in self._live:
                 self._keep_lost(lost.waiting, lost.reason)
             else:
                 self._report(lost.waiting, TransferStatus.DONE, lost.reason)
@@ -526,6 +450,7 @@ class Receiver:
     def _conclude(self, waiting: Waiting, num_tokens: int, status: TransferStatus, reason: str) -> None:
         end = End(waiting.offer.transfer, num_tokens, status.value, reason_of(reason))
         self._ended.keep(waiting.sender.instance, end)
+        self._forget(waiting)
         self._lost.pop(waiting.identity, None)
         self._post(waiting.link, end)
         self._received.append(
@@ -540,17 +465,17 @@ class Receiver:
 
     def under_way(self) -> list[IncomingKV]:
         """The offers that wait, and what comes."""
-        waiting = [
-            IncomingKV(each.offer.request_id, each.sender.node, each.note, each.since_s)
-            for each in self._offers.values()
-        ]
-        return waiting + [
-            IncomingKV(
-                each.waiting.offer.request_id, each.waiting.sender.node, each.waiting.note, each.progress_s,
-                has_blocks=True, num_chunks=len(each.landed), num_layers=each.num_layers(),
-            )
-            for each in self._incoming.values()
-        ]  # fmt: skip
+        found = []
+        for waiting in self._live.values():
+            known = IncomingKV(waiting.offer.request_id, waiting.sender.node, waiting.note, waiting.since_s)
+            incoming = self._incoming.get(waiting.key)
+            if incoming is not None and incoming.waiting is waiting:
+                known = known._replace(
+                    sign_s=incoming.progress_s, has_blocks=True, num_chunks=len(incoming.landed),
+                    num_layers=incoming.num_layers(),
+                )  # fmt: skip
+            found.append(known)
+        return found
 
     def take_received(self) -> list[ReceivedKV]:
         taken, self._received = self._received, []
@@ -560,7 +485,8 @@ class Receiver:
     def wants_blocks(self) -> bool:
         """Whether `advance` would take blocks, or publish some."""
         now = self._clock.now()
-        return bool(self._finished or (self._offers and now >= self._try_s)) or self._has_lost(now)
+        has_offers = bool(self._new_heads) or (len(self._offers) > 0 and now >= self._try_s)
+        return bool(self._finished) or has_offers or self._has_lost(now)
 
     @property
     def has_news(self) -> bool:

@@ -1,7 +1,8 @@
 """`Sender`: the transfers that this instance sends.
 
-A transfer is offered, accepted, sent in chunks and ended by the target. If its link is lost, it is offered
-again: the target has kept the leading blocks that verified, so only the rest is sent (resume).
+A transfer is offered, accepted, sent in chunks and ended by the target. If its link is lost, or the target is
+silent about it, it is offered again: the target has kept the leading blocks that verified, so only the rest
+is sent (resume).
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 
 from sagellm.comm.kv_transfer.blocks import InstanceBlocks
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, can_cut_by_layer, cut, cut_by_layer
+from sagellm.comm.kv_transfer.deadlines import Deadlines
 from sagellm.comm.kv_transfer.layouts import Agreement
 from sagellm.comm.kv_transfer.messages import Accept, Ack, Alive, Cancel, ChunkHead, End, Kind, Offer
 from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
+from sagellm.comm.kv_transfer.outgoing import Outgoing
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, ConfigError, KVDataError
 from sagellm.core.protocols.kv_tiers import BlockHeader
@@ -36,90 +38,6 @@ from sagellm.core.protocols.kv_transfer import (
 log = logging.getLogger("sagellm.kv_transfer")
 
 
-@dataclass(slots=True)
-class Outgoing:
-    """One transfer. `credits`: chunks that may be sent now; `in_flight`: sent and not acknowledged.
-
-    `num_posted`: chunks whose payload a transport may still read. `outcome`: how it ends, once that is known;
-    it is reported when nothing reads its blocks any more.
-    """
-
-    ticket: Ticket
-    path: KVPath
-    target: str
-    link: int
-    by_layer: bool
-    began_s: float
-    progress_s: float
-    all_layers: int
-    """Of the model: a chunk of whole blocks waits for them, in a transfer by layer."""
-    num_layers: int = 0
-    num_attempts: int = 0
-    offer_s: float | None = None
-    """When it is to be offered again; None: it is offered."""
-    accept: Accept | None = None
-    plan: Sequence[ChunkSpan] = ()
-    hashes: Sequence[bytes] = ()
-    todo: deque[int] = field(default_factory=deque)
-    in_flight: set[int] = field(default_factory=set)
-    failures: Counter[int] = field(default_factory=Counter)
-    credits: int = 0
-    num_posted: int = 0
-    is_pumping: bool = False
-    num_bytes: int = 0
-    num_tokens: int = 0
-    said_s: float = 0.0
-    """When the target was last told that this side is alive."""
-    outcome: TransferStatus | None = None
-    reason: str = ""
-    ended_s: float = 0.0
-
-    def next_chunk(self) -> int | None:
-        """A chunk that may be sent now; it is in flight from then on."""
-        if self.outcome is not None or not self.credits or not self.todo:
-            return None
-        if self.by_layer and self._lacks_layers:
-            return None
-        number = self.todo.popleft()
-        self.in_flight.add(number)
-        self.credits -= 1
-        return number
-
-    def take_back(self, number: int) -> None:
-        """The chunk was not sent."""
-        if number in self.in_flight:
-            self.in_flight.remove(number)
-            self.todo.appendleft(number)
-            self.credits += 1
-
-    def begin_anew(self, offer_s: float) -> None:
-        """Its link was lost: it is offered again then."""
-        self.offer_s, self.accept, self.plan, self.credits = offer_s, None, (), 0
-        self.todo.clear()
-        self.in_flight.clear()
-
-    @property
-    def _lacks_layers(self) -> bool:
-        """Whether the next chunk has layers that are not computed."""
-        return (self.plan[self.todo[0]].num_layers or self.all_layers) > self.num_layers
-
-    @property
-    def waits_for_layers(self) -> bool:
-        """Whether its next chunk is not computed yet, and none is on its way."""
-        if self.outcome is not None or not self.by_layer or not self.todo or self.in_flight:
-            return False
-        return self._lacks_layers
-
-    @property
-    def waits_for_target(self) -> bool:
-        return self.outcome is None and self.offer_s is None and not self.waits_for_layers
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing reads its blocks."""
-        return not self.num_posted and not self.is_pumping
-
-
 class Sender:
     """All methods but `_pump` are called with the channel's lock held."""
 
@@ -133,72 +51,107 @@ class Sender:
         self._hashes_of, self._agreement_of, self._changed = hashes_of, agreement_of, changed
         self._worker, self._options, self._clock = worker, options, clock
         self._transfers: dict[int, Outgoing] = {}
+        self._of_link: dict[int, dict[int, Outgoing]] = {}
+        self._due: dict[int, dict[int, Outgoing]] = {}
+        """By link, transfers that are offered as soon as the link is agreed on."""
+        self._ended: dict[int, Outgoing] = {}
+        """Those that the next `reports` names."""
+        self._deadlines: Deadlines[int] = Deadlines()
+        """When a transfer is looked at, even if nothing comes."""
+        self._heard_s: dict[int, float] = {}
+        """By link, when its other side last said anything."""
         self._num_begun = self._num_sent = 0
-        self._starved: dict[int, None] = {}
-        """Transfers for whose next chunk a link had no memory, the first to wait first."""
+        self._starved: dict[int, dict[int, Outgoing]] = {}
+        """By link, transfers for whose next chunk it had no memory, the first to wait first."""
         self._rates: dict[str, deque[tuple[int, float]]] = {}
 
-    def begin(self, path: KVPath, target: str, link: int, *, by_layer: bool) -> Ticket:
+    def begin(self, path: KVPath, target: str, link: int, num_blocks: int, *, by_layer: bool) -> Ticket:
         """Raises `ConfigError` for a path that no offer can name."""
-        now = self._clock.now()
-        made = Outgoing(Ticket(self._num_begun + 1), path, target, link, by_layer, now, now, self._num_layers)
+        now, known = self._clock.now(), 0 if by_layer else num_blocks
+        made = Outgoing(
+            Ticket(self._num_begun + 1), path, target, link, by_layer, num_blocks,
+            [known] * self._num_layers, now, now, path.block_ids[:],
+        )  # fmt: skip
         made.offer_s = now
         try:
             Offer.unpack(self._offer_of(made).pack())
         except (KVDataError, TypeError) as error:
             raise ConfigError(f"this path cannot be offered: {error}") from error
         self._num_begun += 1
-        self._transfers[self._num_begun] = made
-        self.offer_due(link)
+        self._transfers[made.number] = made
+        self._join(made, link)
         return made.ticket
+
+    def _join(self, transfer: Outgoing, link: int) -> None:
+        """Have it offered on this link now."""
+        transfer.link = link
+        self._of_link.setdefault(link, {})[transfer.number] = transfer
+        self._have_offered(transfer)
+        self.offer_due(link)
 
     def move(self, old: int, new: int, reason: str) -> None:
         """The target has another link now, on which all is offered again."""
-        now = self._clock.now()
-        for transfer in self._on(old):
-            if transfer.outcome is None:
-                transfer.link, transfer.num_attempts = new, 0
-                transfer.begin_anew(now)
+        now, moved = self._clock.now(), self._of_link.get(old, {})
+        for transfer in [each for each in moved.values() if each.outcome is None]:
+            del moved[transfer.number]
+            self._withdraw(transfer)
+            transfer.num_attempts = 0
+            transfer.begin_anew(now)
+            self._join(transfer, new)
+        if not moved:
+            self._of_link.pop(old, None)
+        self._forget(old)
         self._transport.reset(old, reason)
 
+    def _forget(self, link: int) -> None:
+        """Its connection is lost."""
+        self._heard_s.pop(link, None)
+        self._starved.pop(link, None)
+
+    def _have_offered(self, transfer: Outgoing) -> None:
+        self._due.setdefault(transfer.link, {})[transfer.number] = transfer
+
+    def _withdraw(self, transfer: Outgoing) -> None:
+        """It is not to be offered now."""
+        due = self._due.get(transfer.link, {})
+        if due.pop(transfer.number, None) is not None and not due:
+            del self._due[transfer.link]
+
     def offer_due(self, link: int) -> None:
-        """Offer what is due on a link that is agreed on."""
-        if self._agreement_of(link) is None:
-            return
-        now = self._clock.now()
-        for each in self._on(link):
-            if each.outcome is None and each.offer_s is not None and each.offer_s <= now:
-                self._offer(each, now)
+        """Offer what is due on a link, if it is agreed on."""
+        if self._agreement_of(link) is not None:
+            for each in self._due.pop(link, {}).values():
+                self._offer(each)
+
+    @property
+    def due_links(self) -> Sequence[int]:
+        """Links on which transfers are to be offered."""
+        return list(self._due)
 
     def is_due(self, link: int) -> bool:
-        """Whether a transfer waits for a handshake on this link."""
-        now = self._clock.now()
-        return any(
-            each.outcome is None and each.offer_s is not None and each.offer_s <= now
-            for each in self._on(link)
-        )
+        return link in self._due
 
     @property
     def has_news(self) -> bool:
-        return any(each.outcome is not None and each.is_quiet for each in self._transfers.values())
+        return bool(self._ended)
 
-    def _on(self, link: int) -> list[Outgoing]:
-        return [each for each in self._transfers.values() if each.link == link]
-
-    def _offer(self, transfer: Outgoing, now: float) -> None:
-        path, offer = transfer.path, self._offer_of(transfer)
-        transfer.offer_s, transfer.progress_s = None, now
+    def _offer(self, transfer: Outgoing) -> None:
+        path = transfer.path
+        transfer.offer_s, transfer.progress_s = None, self._clock.now()
         transfer.num_attempts += 1
+        transfer.num_offers += 1
+        offer = self._offer_of(transfer)
         self._transport.post(
             transfer.link, Message(offer.kind, offer.pack(), [path.tokens.tobytes(), path.note])
         )
+        self._watch(transfer)
 
     def _offer_of(self, transfer: Outgoing) -> Offer:
-        path, number = transfer.path, transfer.ticket.transfer_id
+        path = transfer.path
         by_layer = transfer.by_layer and self._layers_lie_together(transfer.link)
         return Offer(
-            number, path.request_id, path.namespace, path.account, len(path.tokens), len(path.block_ids),
-            by_layer, next(iter(self._transfers), number),
+            transfer.number, transfer.num_offers, path.request_id, path.namespace, path.account,
+            len(path.tokens), transfer.num_blocks, by_layer, next(iter(self._transfers), transfer.number),
         )  # fmt: skip
 
     def _layers_lie_together(self, link: int) -> bool:
@@ -206,6 +159,10 @@ class Sender:
         return agreed is not None and agreed.has_views and can_cut_by_layer(self._layout)
 
     # -- what the target says
+
+    def heard(self, link: int) -> None:
+        """The other side of a link has said something."""
+        self._heard_s[link] = self._clock.now()
 
     def accepted(self, link: int, accept: Accept) -> None:
         transfer, agreed = self._transfers.get(accept.transfer), self._agreement_of(link)
@@ -216,15 +173,17 @@ class Sender:
             return
         if transfer.accept is not None or transfer.offer_s is not None:
             return  # a duplicate
-        num_blocks = len(transfer.path.block_ids) - accept.first
+        if accept.attempt != transfer.num_offers:
+            return  # of an offer that was given up
+        num_blocks = transfer.num_blocks - accept.first
         if num_blocks <= 0:
             self._fail(transfer, TransferStatus.REFUSED, "the target accepts blocks that were not offered")
             return
-        transfer.accept, transfer.progress_s = accept, self._clock.now()
-        transfer.credits = min(accept.credits, self._options.max_credits)
+        transfer.progress_s = self._clock.now()
         by_layer = transfer.by_layer and self._layers_lie_together(link)
-        transfer.plan = plan_of(num_blocks, agreed, self._layout if by_layer else None)
-        transfer.todo = deque(range(len(transfer.plan)))
+        plan = plan_of(num_blocks, agreed, self._layout if by_layer else None)
+        transfer.begin(accept, plan, self._options.max_credits)
+        self._watch(transfer)
         self._send_more(transfer)
 
     def acknowledged(self, link: int, ack: Ack) -> None:
@@ -232,9 +191,7 @@ class Sender:
         if transfer is None:
             return
         transfer.progress_s = self._clock.now()
-        landed = transfer.in_flight.intersection(ack.good)
-        transfer.in_flight -= landed
-        transfer.credits += len(landed)
+        transfer.landed(ack.good)
         for number in transfer.in_flight.intersection(ack.damaged):
             transfer.take_back(number)
             transfer.failures[number] += 1
@@ -243,6 +200,8 @@ class Sender:
                     transfer, TransferStatus.CORRUPT, f"chunk {number} arrived damaged again and again"
                 )
                 return
+        if transfer.waits_for_layers:
+            self._watch(transfer)
         self._send_more(transfer)
 
     def alive(self, link: int, alive: Alive) -> None:
@@ -262,17 +221,26 @@ class Sender:
 
     def lost(self, link: int, reason: str) -> None:
         now = self._clock.now()
-        for transfer in self._on(link):
+        self._forget(link)
+        for transfer in self._of_link.get(link, {}).values():
             if transfer.outcome is not None or (transfer.offer_s is not None and transfer.offer_s > now):
                 continue
             if transfer.offer_s is not None:  # it waited for the handshake
                 transfer.num_attempts += 1
-            transfer.begin_anew(now + self._options.backoff_s * 2 ** (transfer.num_attempts - 1))
             if transfer.num_attempts > self._options.num_retries:
                 self._end(transfer, TransferStatus.RETRY, reason)
+            else:
+                self._try_again(transfer)
+
+    def _try_again(self, transfer: Outgoing) -> None:
+        """Offer it once more, after a pause."""
+        self._withdraw(transfer)
+        pause_s = self._options.backoff_s * 2 ** (transfer.num_attempts - 1)
+        transfer.begin_anew(self._clock.now() + pause_s)
+        self._watch(transfer)
 
     def refused(self, link: int, reason: str) -> None:
-        for transfer in self._on(link):
+        for transfer in self._of_link.get(link, {}).values():
             if transfer.outcome is None:
                 self._end(transfer, TransferStatus.REFUSED, reason)
 
@@ -284,12 +252,21 @@ class Sender:
 
     # -- what the engine says
 
-    def computed(self, ticket: Ticket, num_layers: int) -> None:
+    def extend(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
         transfer = self._transfers.get(ticket.transfer_id)
         if transfer is not None:
-            transfer.num_layers = max(transfer.num_layers, num_layers)
+            transfer.extend(block_ids)
+
+    def computed(self, ticket: Ticket, num_layers: int, num_blocks: int | None) -> None:
+        transfer = self._transfers.get(ticket.transfer_id)
+        if transfer is not None:
+            transfer.note_computed(num_layers, len(transfer.block_ids) if num_blocks is None else num_blocks)
             transfer.progress_s = self._clock.now()
             self._send_more(transfer)
+
+    def layers_there(self, ticket: Ticket) -> int | None:
+        transfer = self._transfers.get(ticket.transfer_id)
+        return None if transfer is None or transfer.outcome is not None else transfer.layers_there
 
     def cancel(self, ticket: Ticket) -> None:
         transfer = self._transfers.get(ticket.transfer_id)
@@ -302,59 +279,93 @@ class Sender:
             transfer.num_posted, transfer.is_pumping = 0, False
             if transfer.outcome is None:
                 self._end(transfer, TransferStatus.CANCELLED, reason)
+            self._note_quiet(transfer)
 
     def reports(self) -> list[TransferReport]:
-        """Transfers that have ended since, and whose blocks nothing reads. Resets what has stalled."""
-        now, found, stalled = self._clock.now(), [], dict[int, str]()
-        for number, transfer in list(self._transfers.items()):
-            if transfer.outcome is not None and transfer.is_quiet:
-                del self._transfers[number]
-                found.append(self._report(transfer, transfer.outcome))
-            elif transfer.waits_for_layers:
-                self._say_alive(transfer, now)
-            elif self._deadline_s(transfer) < now:
-                transfer.progress_s = now
-                silence = f"no answer for {self._options.stall_s:g} s"
-                taken = "a chunk of a transfer that has ended was not taken"
-                stalled[transfer.link] = silence if transfer.outcome is None else taken
-        for link, reason in stalled.items():
+        """Transfers that have ended since, and whose blocks nothing reads. Looks at those that are due."""
+        now, silent = self._clock.now(), dict[int, str]()
+        for number in self._deadlines.take_due(now):
+            self._look_at(self._transfers[number], now, silent)
+        for link, reason in silent.items():
             self._transport.reset(link, reason)
-        return found
+        ended, self._ended = self._ended, {}
+        return [self._report(transfer) for transfer in ended.values()]
 
-    def _report(self, transfer: Outgoing, outcome: TransferStatus) -> TransferReport:
+    def _report(self, transfer: Outgoing) -> TransferReport:
+        assert transfer.outcome is not None
+        del self._transfers[transfer.number]
+        of_link = self._of_link[transfer.link]
+        del of_link[transfer.number]
+        if not of_link:
+            del self._of_link[transfer.link]
+        self._deadlines.drop(transfer.number)
         spent_s = transfer.ended_s - transfer.began_s
-        if outcome is TransferStatus.DONE and transfer.num_bytes and spent_s > 0:
+        if transfer.outcome is TransferStatus.DONE and transfer.num_bytes and spent_s > 0:
             rates = self._rates.setdefault(transfer.target, deque(maxlen=8))
             rates.append((transfer.num_bytes, spent_s))
         return TransferReport(
-            transfer.ticket, outcome, transfer.num_tokens, transfer.num_bytes, spent_s, transfer.reason
-        )
+            transfer.ticket, transfer.outcome, transfer.num_tokens, transfer.num_bytes, spent_s,
+            transfer.reason,
+        )  # fmt: skip
 
-    def _say_alive(self, transfer: Outgoing, now: float) -> None:
-        agreed = self._agreement_of(transfer.link)
-        if agreed is not None and now - transfer.said_s >= agreed.beat_s:
-            transfer.said_s = now
-            alive = Alive(transfer.ticket.transfer_id)
-            self._transport.post(transfer.link, Message(alive.kind, alive.pack()))
+    # -- what happens if nothing comes
 
-    def _deadline_s(self, transfer: Outgoing) -> float:
-        """When its link is reset, if nothing comes until then."""
+    def _watch(self, transfer: Outgoing) -> None:
+        self._deadlines.set(transfer.number, self._due_s(transfer))
+
+    def _due_s(self, transfer: Outgoing) -> float:
+        """When it is to be looked at, if nothing comes until then."""
         if transfer.outcome is not None:
             since_s = max(transfer.ended_s, transfer.progress_s)
             return since_s + self._options.drain_s if transfer.num_posted else math.inf
-        return transfer.progress_s + self._options.stall_s if transfer.waits_for_target else math.inf
+        if transfer.offer_s is not None:
+            return transfer.offer_s
+        agreed = self._agreement_of(transfer.link)
+        if transfer.waits_for_layers and agreed is not None:
+            return transfer.said_s + agreed.beat_s
+        return transfer.progress_s + self._options.stall_s
 
-    def deadlines(self) -> Iterator[float]:
-        """When `poll` has something to do, even if nothing comes."""
-        now = self._clock.now()
-        for transfer in self._transfers.values():
-            agreed = self._agreement_of(transfer.link)
-            if transfer.waits_for_layers and agreed is not None:
-                yield transfer.said_s + agreed.beat_s
-            elif transfer.outcome is None and transfer.offer_s is not None and transfer.offer_s > now:
-                yield transfer.offer_s
+    def _look_at(self, transfer: Outgoing, now: float, silent: dict[int, str]) -> None:
+        """Do what is due; `silent` gets its link, if that is to be reset."""
+        if self._due_s(transfer) <= now:
+            if transfer.outcome is None and transfer.offer_s is not None:
+                self._have_offered(transfer)
+                return
+            if transfer.waits_for_layers:
+                transfer.said_s = now
+                alive = Alive(transfer.number)
+                self._transport.post(transfer.link, Message(alive.kind, alive.pack()))
+            elif transfer.outcome is None:
+                self._on_silence(transfer, now, silent)
             else:
-                yield self._deadline_s(transfer)
+                self._on_unread(transfer, now, silent)
+        self._watch(transfer)
+
+    def _on_silence(self, transfer: Outgoing, now: float, silent: dict[int, str]) -> None:
+        """The target says nothing of it: if it speaks of others, this transfer alone is given up."""
+        stall_s = self._options.stall_s
+        reason = f"no answer for {stall_s:g} s"
+        if not self._was_heard(transfer.link, now, stall_s):
+            transfer.progress_s, silent[transfer.link] = now, reason
+        elif transfer.num_attempts > self._options.num_retries:
+            self._fail(transfer, TransferStatus.RETRY, reason)
+        else:
+            self._try_again(transfer)
+
+    def _on_unread(self, transfer: Outgoing, now: float, silent: dict[int, str]) -> None:
+        """It has ended, and a chunk of it is still to be read: a link that is alive gets more time."""
+        is_late = now - transfer.ended_s >= self._options.stall_s
+        if is_late or not self._was_heard(transfer.link, now, self._options.drain_s):
+            silent[transfer.link] = "a chunk of a transfer that has ended was not taken"
+        transfer.progress_s = now
+
+    def _was_heard(self, link: int, now: float, within_s: float) -> bool:
+        return now - self._heard_s.get(link, -math.inf) < within_s
+
+    @property
+    def next_s(self) -> float:
+        """When `reports` has something to do, even if nothing comes."""
+        return self._deadlines.next_s
 
     def bandwidth_bytes_per_s(self, target: str) -> float | None:
         rates = self._rates.get(target)
@@ -363,30 +374,32 @@ class Sender:
     def _fail(self, transfer: Outgoing, status: TransferStatus, reason: str) -> None:
         """End it here, and tell the target."""
         if transfer.offer_s is None:
-            cancel = Cancel(transfer.ticket.transfer_id)
+            cancel = Cancel(transfer.number)
             self._transport.post(transfer.link, Message(cancel.kind, cancel.pack()))
         self._end(transfer, status, reason)
 
     def _end(self, transfer: Outgoing, status: TransferStatus, reason: str) -> None:
+        self._withdraw(transfer)
         transfer.outcome, transfer.reason, transfer.ended_s = status, reason, self._clock.now()
+        self._watch(transfer)
+        self._note_quiet(transfer)
         self._changed.notify_all()
 
     # -- chunks
 
-    def sent(self, token: int) -> None:
+    def sent(self, link: int, token: int) -> None:
         transfer = self._transfers.get(token)
         if transfer is None:
             return
         transfer.num_posted -= 1
         self._num_sent += 1
         self._note_quiet(transfer)
-        starved, self._starved = self._starved, {}
-        for number in starved:
-            if number in self._transfers:
-                self._send_more(self._transfers[number])
+        for starved in self._starved.pop(link, {}).values():
+            self._send_more(starved)
 
     def _note_quiet(self, transfer: Outgoing) -> None:
         if transfer.outcome is not None and transfer.is_quiet:
+            self._ended[transfer.number] = transfer
             self._changed.notify_all()
 
     def _send_more(self, transfer: Outgoing) -> None:
@@ -423,7 +436,7 @@ class Sender:
                     self._submit(transfer, agreed)
                 else:
                     transfer.is_pumping = False
-                    self._starved[transfer.ticket.transfer_id] = None
+                    self._starved.setdefault(link, {})[transfer.number] = transfer
                     self._note_quiet(transfer)
             return
         except Exception as error:
@@ -436,6 +449,8 @@ class Sender:
             return
         with self._changed:
             transfer.num_posted += 1
+            if transfer.outcome is not None:
+                self._watch(transfer)
             transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
         self._transport.post(link, message)
         with self._changed:
@@ -447,7 +462,7 @@ class Sender:
         if not transfer.hashes:
             tokens = transfer.path.tokens.tobytes()
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
-        ids = transfer.path.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
+        ids = transfer.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
         reserved = self._transport.reserve(link, self._transport.max_payload_bytes)
         try:
             codec, payload, checksum = self._blocks.payload(ids, chunk, agreed, reserved)
@@ -459,8 +474,8 @@ class Sender:
             if reserved is not None:
                 self._transport.discard(link, reserved)
             raise
-        head = ChunkHead(transfer.ticket.transfer_id, accept.epoch, number, header)
-        return Message(Kind.CHUNK, head.pack(), payload, True, transfer.ticket.transfer_id)
+        head = ChunkHead(transfer.number, accept.epoch, number, header)
+        return Message(Kind.CHUNK, head.pack(), payload, True, transfer.number)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where transfers and chunks do not add up."""

@@ -107,6 +107,10 @@ class InferenceBackend(Protocol):
     which raises `EngineFailedError` once one has ended, `end_ranks()`, after which a step under way ends soon
     and no other can follow, and `communication_s`.
 
+    `execute_by_layer(plan, on_layer)`, where a backend has it, is `execute`, and calls `on_layer(n)` on its
+    thread once the KV of the first n layers of the step is written or, on a device with streams, launched: so
+    a prompt is sent layer by layer while it is computed.
+
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`. After an
     `EngineFailedError` there is no next step.

@@ -34,7 +34,7 @@ class BlockInfo(NamedTuple):
 
 
 class KVPool(Protocol):
-    """A fixed number of equal blocks. `free + allocated + held == total` at all times.
+    """A fixed number of equal blocks. `free + allocated + held + unowned == total` at all times.
 
     A block belongs to an allocation or to a holder (the prefix index, a tier). The pool knows each block of
     an allocation, but only the number of blocks of a holder, which names them when it gives them back. Every
@@ -76,6 +76,17 @@ class KVPool(Protocol):
         """Free blocks of a holder; it cannot return more than it has."""
 
     def num_held(self, holder: str) -> int: ...
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Blocks in use are read by others than their owners: until `let_go`, once for each `keep`, nobody
+        else gets them, whoever frees them."""
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        """They are read no longer."""
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are kept. While there are any, blocks cannot move."""
 
     @property
     def block_info(self) -> Mapping[int, BlockInfo]:

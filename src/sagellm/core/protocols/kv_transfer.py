@@ -190,16 +190,30 @@ class KVTransferChannel(Protocol):
         layouts are compared when it is connected.
         """
 
-    def transfer(self, path: KVPath, target: str, *, by_layer: bool = False) -> Ticket:
+    def transfer(
+        self, path: KVPath, target: str, *, by_layer: bool = False, num_blocks: int | None = None
+    ) -> Ticket:
         """Begin to send a path.
 
         Raises `ConfigError` for an unknown target, and for names or tokens that no offer can hold.
 
-        With `by_layer` only layers that `computed` has named are sent, layer by layer.
+        With `by_layer` only what `computed` has named is sent, and it is sent layer by layer where both sides
+        can move a part of a block alone. The path may lack its last blocks then: `num_blocks` says how many
+        it will have, for which the target makes room at once, and `extend` names them.
         """
 
-    def computed(self, ticket: Ticket, num_layers: int) -> None:
-        """The first `num_layers` layers of a transfer by layer are computed."""
+    def extend(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
+        """The next blocks of a path, in which its KV will be. Raises `ConfigError` for too many."""
+
+    def computed(self, ticket: Ticket, num_layers: int, num_blocks: int | None = None) -> None:
+        """The first `num_layers` layers of the first `num_blocks` blocks are computed. None: of all known.
+
+        For any thread. Does nothing for a transfer that has ended. Raises `ConfigError` for layers or blocks
+        that are not known.
+        """
+
+    def layers_there(self, ticket: Ticket) -> int | None:
+        """How many layers of all its blocks the target has; None before it has made room, and at the end."""
 
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once.
@@ -272,7 +286,7 @@ class Message(NamedTuple):
     """What a link carries. `kind` and `head` belong to the protocol.
 
     The payload of a chunk (`is_chunk`) is read where it lies, until `sent`; other payloads are small and
-    copied. `token`: what `sent` names.
+    copied. `token`: what `sent` names. `opens`: it begins a conversation, so a link may be connected for it.
     """
 
     kind: int
@@ -280,6 +294,7 @@ class Message(NamedTuple):
     payload: Sequence[Buffer] = ()
     is_chunk: bool = False
     token: int = 0
+    opens: bool = False
 
 
 class TransportEndpoint(Protocol):
@@ -298,7 +313,7 @@ class TransportEndpoint(Protocol):
         """The payload of a chunk is not read any more: sent, or lost."""
 
     def lost(self, link: int, reason: str) -> None:
-        """A link could not be connected or has ended. The next `post` connects again."""
+        """A link could not be connected or has ended. The next message that opens connects it again."""
 
 
 class TransportEngine(Protocol):
@@ -319,7 +334,7 @@ class TransportEngine(Protocol):
         """Where others connect to. After `start`."""
 
     def connect(self, address: Mapping[str, str | int]) -> int:
-        """A link to another instance; returns at once. The first `post` connects it.
+        """A link to another instance; returns at once. The first message that opens connects it.
 
         Raises `ConfigError` for an address that is none of this transport.
         """
@@ -335,7 +350,11 @@ class TransportEngine(Protocol):
         """Give back reserved memory without a post."""
 
     def post(self, link: int, message: Message) -> None:
-        """Queue a message; returns at once."""
+        """Queue a message; returns at once.
+
+        On a link that is not connected, only one that opens is sent. Others were meant for the connection
+        before: they are dropped, and a chunk counts as sent.
+        """
 
     def call(self, task: Callable[[], None]) -> None:
         """Have the endpoint's thread run a short task, behind what was posted before."""

@@ -357,6 +357,8 @@ def attend(
     1/sqrt(head_dim), or made as `scores` says; one that is not only scaled needs a plan without
     `plain_scores`.
     """
+    if kv.on_layer is not None:
+        kv.on_layer(layer + 1)
     if plan.kernel is not None:
         output = plan.kernel(query, kv.keys[layer], kv.values[layer], scores)
     else:

@@ -318,6 +318,17 @@ class NativeBackend:
                     self._kv.save_state(self._kept[row].pop(0).buffer, pages)
                 return result
 
+    def execute_by_layer(self, plan: ExecutionPlan, on_layer: Callable[[int], None]) -> StepResult:
+        """As `execute`. Calls `on_layer` with n once the KV of the first n layers of the step is written.
+
+        On a device with streams it is launched then. Recorded steps, which compute no prompts, say nothing.
+        """
+        self._kv.on_layer = on_layer
+        try:
+            return self.execute(plan)
+        finally:
+            self._kv.on_layer = None
+
     def _begin(self, plan: ExecutionPlan) -> None:
         self._rows.apply(plan, self._device)
         states = self._kv.states

@@ -12,7 +12,7 @@ request. On a CPU a block takes memory when it is first written (`memory.lazy_ze
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -131,6 +131,8 @@ class PagedKV:
         if value_dim is None:
             self.values = [view(len(widths), layer) for layer in range(num_layers)]
         self.states = states
+        self.on_layer: Callable[[int], None] | None = None
+        """Called in a step with n once the KV of its first n layers is written."""
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None

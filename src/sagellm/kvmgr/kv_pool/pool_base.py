@@ -42,6 +42,9 @@ class PoolBase(ABC):
         self._used = 0
         self._live: dict[Allocation, float] = {}
         self._held: dict[str, int] = {}
+        self._readers: Counter[int] = Counter()
+        self._unowned: set[int] = set()
+        """Blocks that were freed, and are still read."""
         self._now = (clock or MonotonicClock()).now
         self._quota = quota
         self._lock = Lock()
@@ -211,15 +214,38 @@ class PoolBase(ABC):
             quota = self._quota
             if quota is not None:
                 self._check_charged({account: num_blocks})
-            self._put(block_ids)
+            num_freed = self._put_unread(block_ids)
             if quota is not None:
                 quota.refund(account, num_blocks)
             self._held[holder] = has - num_blocks
-            self._used -= num_blocks
+            self._used -= num_freed
         finally:
             lock.release()
 
     # -- slow paths
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._readers)
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        with self._lock:
+            self._readers.update(block_ids)
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        with self._lock:
+            readers, counts = self._readers, Counter(block_ids)
+            wrong = next((block for block, count in counts.items() if readers[block] < count), None)
+            if wrong is not None:
+                raise BookkeepingError(f"block {wrong} is let go more often than it was kept")
+            last = [block for block, count in counts.items() if readers[block] == count]
+            freed = array("i", [block for block in last if block in self._unowned])
+            self._put(freed)
+            self._used -= len(freed)
+            self._unowned.difference_update(freed)
+            readers.subtract(counts)
+            for block in last:
+                del readers[block]
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """See `KVPool`. Afterwards low ids are free first, as in a fresh pool."""
@@ -266,12 +292,20 @@ class PoolBase(ABC):
         """Free all but the first `keep` blocks."""
         block_ids = allocation.block_ids
         gone = block_ids[keep:] if keep else block_ids
-        num_gone = len(gone)
         if self._quota is not None:
-            self._quota.refund(allocation.account, num_gone)
-        self._put(gone)
-        self._used -= num_gone
+            self._quota.refund(allocation.account, len(gone))
+        self._used -= self._put_unread(gone)
         del block_ids[keep:]
+
+    def _put_unread(self, block_ids: BlockIds) -> int:
+        """Make blocks free, and return how many. Those that are read have no owner from now on."""
+        if not self._readers:
+            self._put(block_ids)
+            return len(block_ids)
+        unread = array("i", [block for block in block_ids if block not in self._readers])
+        self._put(unread)
+        self._unowned.update(block for block in block_ids if block in self._readers)
+        return len(unread)
 
     def _free_single(self, block_ids: Sequence[int]) -> None:
         """Free single ids, each cut out of the allocation that it is in."""
@@ -288,8 +322,7 @@ class PoolBase(ABC):
             for allocation, cut in cuts.items():
                 refunds[allocation.account] += len(cut)
             self._check_charged(refunds)
-            self._put(array("i", block_ids))
-            self._used -= len(block_ids)
+            self._used -= self._put_unread(array("i", block_ids))
             if self._quota is not None:
                 for account, num_blocks in refunds.items():
                     self._quota.refund(account, num_blocks)
@@ -303,6 +336,8 @@ class PoolBase(ABC):
         return any(block == block_id for block in self._free_ids())
 
     def _info_of_held(self, block_id: int) -> BlockInfo:
+        if block_id in self._unowned:
+            return BlockInfo(block_id, "a reader")
         return BlockInfo(block_id, " or ".join(sorted(name for name, count in self._held.items() if count)))
 
     # -- errors and checks
@@ -340,6 +375,8 @@ class PoolBase(ABC):
                 raise self._unknown(block)
             if block in free:
                 raise BookkeepingError(f"block {block} is the source of a move, and free")
+            if block in self._readers:
+                raise BookkeepingError(f"block {block} is the source of a move, and kept for a reader")
 
     def _owners(self, named: Mapping[str, Sequence[int]]) -> dict[int, str]:
         """The owner of each block, in words. Raises where a block has two."""
@@ -347,6 +384,7 @@ class PoolBase(ABC):
         claims: list[tuple[str, Iterable[int]]] = [("free", self._free_ids())]
         claims += [(f"of {live.owner!r}", live.block_ids) for live in self._live]
         claims += [(f"held by {holder!r}", blocks) for holder, blocks in named.items()]
+        claims.append(("read, and without an owner", self._unowned))
         for owner, blocks in claims:
             for block in blocks:
                 if not 0 <= block < self.total_blocks:

@@ -225,7 +225,7 @@ class StreamTransport:
 
     def _post(self, link: int, message: Message) -> None:
         connection = self._connections.get(link)
-        if connection is None and link in self._addresses:
+        if connection is None and message.opens and link in self._addresses:
             connection = self._connect(link)
         if connection is None:
             if message.is_chunk:

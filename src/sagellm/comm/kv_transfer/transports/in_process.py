@@ -138,9 +138,11 @@ class InProcessTransport:
             return
         node, other = self._ends[link]
         peer = self._network.nodes.get(node)
-        if peer is None:
+        if not other and not message.opens:
+            peer = None
+        elif peer is None:
             self._break(link, f"no node {node!r} answers")
-        else:
+        if peer is not None:
             if not other:
                 other = next(self._network.links)
                 peer._ends[other] = self.node, link

@@ -51,7 +51,7 @@ def load() -> ModuleType:
 
 
 class NixlFabric:
-    """Implements `Fabric` by one agent. Its calls are made one after the other.
+    """Implements `Fabric` by one agent, which takes calls of several threads at once.
 
     NIXL's own thread, by which peers can read at any time, takes a whole core. So there is one here that
     calls the agent often while chunks are offered, and seldom otherwise.
@@ -62,7 +62,8 @@ class NixlFabric:
 
     def __init__(self, backend: str = "UCX") -> None:
         api, self._backend = load(), backend
-        self._lock = threading.Lock()
+        self._peers = threading.Lock()
+        """Held while a peer is added or removed, and by no other call: that may take long."""
         self._uses: Counter[Any] = Counter()
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[backend],
@@ -94,12 +95,11 @@ class NixlFabric:
 
     @contextmanager
     def _calling(self) -> Iterator[Any]:
-        """The agent, for one thread. Its errors have no common class."""
-        with self._lock:
-            try:
-                yield self._agent
-            except Exception as error:
-                raise ConnectionError(f"NIXL: {error}") from error
+        """The agent. Its errors have no common class."""
+        try:
+            yield self._agent
+        except Exception as error:
+            raise ConnectionError(f"NIXL: {error}") from error
 
     def register(self, memory: memoryview) -> bytes:
         with self._calling() as agent:
@@ -108,7 +108,7 @@ class NixlFabric:
             return bytes(agent.get_partial_agent_metadata(described, True, [self._backend]))
 
     def connect(self, description: bytes) -> Any:
-        with self._calling() as agent:
+        with self._peers, self._calling() as agent:
             name = agent.add_remote_agent(description)
             self._uses[name] += 1
             return name
@@ -116,8 +116,13 @@ class NixlFabric:
     def read(self, peer: Any, local: int, remote: int, num_bytes: int) -> Any:
         with self._calling() as agent:
             into, source = (agent.get_xfer_descs([(at, num_bytes, 0)], "DRAM") for at in (local, remote))
-            handle = agent.initialize_xfer("READ", into, source, peer)
-            if agent.transfer(handle) == "ERR":
+            handle, state = agent.initialize_xfer("READ", into, source, peer), "ERR"
+            try:
+                state = agent.transfer(handle)
+            finally:
+                if state == "ERR":
+                    agent.release_xfer_handle(handle)
+            if state == "ERR":
                 raise ConnectionError("a read cannot be posted")
             return handle
 
@@ -134,7 +139,7 @@ class NixlFabric:
             return bool(state == "DONE")
 
     def disconnect(self, peer: Any) -> None:
-        with self._calling() as agent:
+        with self._peers, self._calling() as agent:
             self._uses[peer] -= 1
             if not self._uses[peer]:
                 del self._uses[peer]
