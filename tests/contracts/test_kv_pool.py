@@ -219,7 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
     def figures_agree(self) -> None:
         free = len(self.free_ids)
         assert self.pool.num_free == free
-        assert self.pool.num_kept == len(self.read_ids())
+        assert (self.pool.num_kept, self.pool.num_unowned) == (len(self.read_ids()), len(self.unowned))
         assert self.pool.get_utilization() == pytest.approx(1 - free / TOTAL)
         expected = 1 - longest_run(self.free_ids) / free if free else 0.0
         assert self.pool.get_fragmentation() == pytest.approx(expected)

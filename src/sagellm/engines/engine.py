@@ -116,7 +116,7 @@ class Engine:
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
         self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
-        self.prefill_sends: PrefillSends | None = None
+        self.prefill_sends = PrefillSends(kv)
         self._approximate = None
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
@@ -140,8 +140,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
         self._in_flight: InFlightStep | None = None
         self._outputs = StepOutputs()
-        self._num_steps = self._num_preemptions = 0
-        self._step_s = 0.0
+        self._num_steps, self._num_preemptions, self._step_s = 0, 0, 0.0
 
     # -- requests in and out
 
@@ -412,8 +411,8 @@ class Engine:
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
-        if must_leave is not None and self._may_wait(must_leave):
-            binding.draft.hold(must_leave.state)  # the next step has the blocks that were being moved
+        if must_leave is not None and self._give_way(must_leave):
+            binding.draft.hold(must_leave.state)  # a later step has the blocks that were moved or read
             must_leave = None
         if must_leave is not None and must_leave.error is None:
             self._preempt(must_leave.state)
@@ -423,16 +422,25 @@ class Engine:
         if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
             self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
         if self._worker is None or plan.is_empty:
-            compute = partial(self._compute, plan, self._on_layer(binding))
+            compute = partial(self._compute, plan, self.prefill_sends.begin_step(binding.draft))
             return InFlightStep(binding, plan, (), began_s, compute)
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
+
+    def _give_way(self, must_leave: MustLeave) -> bool:
+        """Stop what keeps, moves or reads blocks. Returns whether some are free now or soon."""
+        waits = self._kv_waits
+        if self.kv.pins.give_way() or (waits is not None and waits.give_way()):
+            return True
+        if must_leave.error is None:
+            return False
+        return self.prefill_sends.give_way(must_leave.state) or self.kv.blocks_move
 
     def _decide(self) -> Binding:
         """What the passes decide.
 
         Before a request is preempted or ended for lack of memory, prefixes that are kept for others are
         given up, tiers stop moving blocks, and the passes decide again. A request that would be ended waits
-        for what moves: its blocks can be evicted then.
+        for what moves or is sent: these blocks can be evicted then.
         """
         binding, waits = self._planner.decide(self._num_steps, self.view), self._kv_waits
         draft = binding.draft
@@ -442,28 +450,22 @@ class Engine:
         if gave_way:
             self._planner.discard(binding)
             binding = self._planner.decide(self._num_steps, self.view)
-        if binding.draft.rejected and (self.kv.blocks_move or (waits is not None and waits.is_moving)):
-            for request_id in binding.draft.rejected:
-                binding.draft.record("blocks", self._request_table.states[request_id], "wait", "blocks move")
-            binding.draft.rejected.clear()
-            if not binding.draft.num_scheduled and self.kv.tiers is not None:
-                self.kv.tiers.wait(MOST_IDLE_S)
+        draft, moves = binding.draft, self.kv.blocks_move or (waits is not None and waits.is_moving)
+        rejected = [self._request_table.states[request_id] for request_id in draft.rejected]
+        for state in rejected:
+            if self.prefill_sends.give_way(state) or moves:
+                draft.record("blocks", state, "wait", "blocks move")
+                del draft.rejected[state.request_id]
+        if rejected and moves and not draft.num_scheduled and self.kv.tiers is not None:
+            self.kv.tiers.wait(MOST_IDLE_S)
         return binding
-
-    def _may_wait(self, must_leave: MustLeave) -> bool:
-        """Whether a request that lacks blocks will have some. Gives up what is kept for others, and moves."""
-        waits, blocks_move = self._kv_waits, self.kv.blocks_move and must_leave.error is not None
-        return self.kv.pins.give_way() or (waits is not None and waits.give_way()) or blocks_move
 
     def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Have the backend compute the step; returns at once."""
-        future = worker.submit(self._compute, planned.plan, self._on_layer(planned.binding))
+        on_layer = self.prefill_sends.begin_step(planned.binding.draft)
+        future = worker.submit(self._compute, planned.plan, on_layer)
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
-
-    def _on_layer(self, binding: Binding) -> OnLayer | None:
-        """What is told of each layer that the step computes; None if no prompt of it is sent meanwhile."""
-        return None if self.prefill_sends is None else self.prefill_sends.begin_step(binding.draft)
 
     def _compute(self, plan: ExecutionPlan, on_layer: OnLayer | None) -> tuple[StepResult, float]:
         """The result and its seconds; runs in the backend's thread, if any."""
@@ -507,8 +509,7 @@ class Engine:
         """
         if self.kv.tiers is not None:
             self.kv.tiers.drop_unstarted()
-        if self.prefill_sends is not None:
-            self.prefill_sends.fail_step(binding.draft)
+        self.prefill_sends.fail_step(binding.draft)
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             for chunk in reversed(list(undone.draft.admitted())):
@@ -534,8 +535,7 @@ class Engine:
             self._finish(finish)
         if self._approximate is not None:
             self._approximate.observe(current.binding.draft.chunks.values())
-        if self.prefill_sends is not None:
-            self.prefill_sends.commit_step(current.binding.draft)
+        self.prefill_sends.commit_step(current.binding.draft)
 
     def _num_given_ahead(self) -> Mapping[str, int]:
         """By id of request in decode, the blocks that the in-flight step brought it."""
@@ -547,6 +547,7 @@ class Engine:
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
+        self.prefill_sends.leave(state, keep=False)
         self.kv.release(state, ended=False)
         self._request_table.preempt(state)
         if self._approximate is not None:
@@ -562,8 +563,7 @@ class Engine:
     def _finish(self, finish: Finish) -> None:
         """Release the blocks of a request, end it, and report that."""
         state, reason, token_ids, logprobs, error, keep = finish
-        if self.prefill_sends is not None:
-            self.prefill_sends.leave(state, keep=keep)
+        self.prefill_sends.leave(state, keep=keep)
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)

@@ -7,8 +7,8 @@
 So the target has a block whole only after the step that computed it was committed: nothing of a step that
 fails, or that draws no token, is ever served there.
 
-Whoever frees a block that was named (a request that ends or is preempted, or whose block equals another's),
-it is given to nobody until the channel has reported the end of its transfer.
+If a block that was named is freed (its request ends or is preempted, or the block equals another's), no other
+request gets it until the channel has reported the end of the transfer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TypeAlias
 from sagellm.core.errors import RequestError
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.kv_transfer import KVPath, KVTransferChannel, Ticket
+from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import BlockIds, RequestStatus, Tokens
 from sagellm.kvmgr.manager import KVCacheManager
 
@@ -31,39 +32,53 @@ OnLayer: TypeAlias = Callable[[int], None]
 
 @dataclass(slots=True)
 class _Send:
-    """A prompt of `num_blocks` whole blocks. `block_ids`: those that the channel knows."""
+    """A prompt of `num_blocks` whole blocks.
+
+    `block_ids`: those that the channel knows. The pool keeps them or, once all are in the index, `hit` pins
+    them there.
+    """
 
     ticket: Ticket
-    request_id: str
+    path: KVPath
     num_blocks: int
     block_ids: BlockIds = field(default_factory=lambda: array("i"))
+    hit: PrefixHit | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.path.request_id
 
 
 class PrefillSends:
     """Sends the prompts of an engine's requests while it computes them.
 
-    All methods but what `begin_step` returns are for the engine's thread. `num_layers`: of the model's KV.
-    `follow_steps`: has copies come behind what the device still computes. `by_layer`: parts of a block can be
-    sent alone; otherwise blocks go when their step has committed.
+    All methods but what `begin_step` returns are for the engine's thread. Nothing is sent before `attach`.
     """
 
-    def __init__(
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._sends: dict[str, _Send] = {}
+        """By request, of prompts that are not computed whole."""
+        self._by_ticket: dict[Ticket, _Send] = {}
+
+    def attach(
         self,
-        kv: KVCacheManager,
         channel: KVTransferChannel,
         num_layers: int,
         follow_steps: Callable[[], None],
         *,
         by_layer: bool,
     ) -> None:
-        self._kv, self._channel, self._num_layers = kv, channel, num_layers
+        """Send over this channel. `num_layers`: of the model's KV.
+
+        `follow_steps`: has copies come behind what the device still computes. `by_layer`: parts of a block
+        can be sent alone; otherwise blocks go when their step has committed.
+        """
+        self._channel, self._num_layers = channel, num_layers
         self._follow_steps, self._by_layer = follow_steps, by_layer
-        self._sends: dict[str, _Send] = {}
-        """By request, of prompts that are not computed whole."""
-        self._by_ticket: dict[Ticket, _Send] = {}
 
     def begin(self, state: RequestState, target: str, note: bytes) -> Ticket:
-        """Offer the prompt of a request that waits or runs; no step is in flight.
+        """Offer the prompt of a request that waits or runs. No step is in flight.
 
         Raises `RequestError` for a prompt that is sent already, and what the channel raises.
         """
@@ -76,7 +91,7 @@ class PrefillSends:
         )  # fmt: skip
         num_blocks = state.num_prompt_tokens // self._kv.block_size
         ticket = self._channel.transfer(path, target, by_layer=True, num_blocks=num_blocks)
-        send = _Send(ticket, state.request_id, num_blocks)
+        send = _Send(ticket, path, num_blocks)
         self._sends[state.request_id] = self._by_ticket[ticket] = send
         if state.status is RequestStatus.RUNNING and self._is_exact(state):
             self._name(send, state.num_computed)
@@ -84,7 +99,7 @@ class PrefillSends:
         return ticket
 
     def begin_step(self, draft: Draft) -> OnLayer | None:
-        """The backend is about to compute a step; returns what to tell of its layers, if anything."""
+        """A step is about to be computed. Returns what to call with each of its layers, if anything."""
         parts = []
         for chunk, send in self._of(draft):
             if self._is_exact(chunk.state):
@@ -103,17 +118,27 @@ class PrefillSends:
             self._cancel(send)
 
     def leave(self, state: RequestState, *, keep: bool) -> None:
-        """The request ends. Without `keep`, what it has computed last serves nobody."""
+        """The request leaves the batch. Its transfer goes on if its prompt is whole, and with `keep`."""
         send = self._sends.get(state.request_id)
         if send is not None and not (keep and state.num_computed >= state.num_prompt_tokens):
             self._cancel(send)
+
+    def give_way(self, state: RequestState) -> bool:
+        """The request lacks memory: cancel its transfer. Returns whether transfers hold blocks of others."""
+        send = self._sends.get(state.request_id)
+        if send is not None:
+            self._cancel(send)
+        return self._kv.pool.num_unowned > 0 or self._kv.pins.num_sent > 0
 
     def end(self, ticket: Ticket) -> None:
         """The channel has reported the end of a transfer."""
         send = self._by_ticket.pop(ticket)
         if self._sends.get(send.request_id) is send:
             del self._sends[send.request_id]
-        self._kv.pool.let_go(send.block_ids)
+        if send.hit is None:
+            self._kv.pool.let_go(send.block_ids)
+        else:
+            self._kv.pins.let_go(send.hit)
 
     def _of(self, draft: Draft) -> Iterator[tuple[Chunk, _Send]]:
         """The parts of prompts in a step that are sent."""
@@ -129,10 +154,7 @@ class PrefillSends:
         return not state.num_approximate
 
     def _name(self, send: _Send, num_tokens: int) -> None:
-        """Name the blocks that are whole with so many tokens.
-
-        What was named before stays: after a preemption the request has computed it again elsewhere.
-        """
+        """Name the blocks that are whole with so many tokens."""
         num_blocks, num_known = self._num_blocks(send, num_tokens), len(send.block_ids)
         if num_blocks > num_known:
             new = self._kv.block_table(send.request_id)[num_known:num_blocks]
@@ -146,6 +168,15 @@ class PrefillSends:
         self._channel.computed(send.ticket, self._num_layers, num_blocks)
         if num_blocks == send.num_blocks:
             del self._sends[send.request_id]
+            self._pin(send)
+
+    def _pin(self, send: _Send) -> None:
+        """The prompt is cached now. Pinned blocks are not evicted, which would make none free."""
+        kv, path = self._kv, send.path
+        hit = kv.quotes.lookup(path.tokens, path.namespace)
+        if kv.index.block_ids(hit) == send.block_ids:
+            send.hit = kv.pins.hold(hit)
+            kv.pool.let_go(send.block_ids)
 
     def _num_blocks(self, send: _Send, num_tokens: int) -> int:
         return min(num_tokens // self._kv.block_size, send.num_blocks)

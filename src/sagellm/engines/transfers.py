@@ -22,7 +22,6 @@ from sagellm.core.protocols.kv_transfer import (
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.engine import Engine
-from sagellm.engines.prefill_sends import PrefillSends
 
 
 class KVTransfers:
@@ -42,8 +41,7 @@ class KVTransfers:
     ) -> None:
         self.engine, self.channel, self._follow_steps = engine, channel, follow_steps
         num_layers = engine.backend.get_kv_schema().num_layers
-        self._prefills = PrefillSends(engine.kv, channel, num_layers, follow_steps, by_layer=by_layer)
-        engine.prefill_sends = self._prefills
+        engine.prefill_sends.attach(channel, num_layers, follow_steps, by_layer=by_layer)
         self._sent: dict[Ticket, PrefixHit] = {}
         self.reports: list[TransferReport] = []
         """Of transfers from here that have ended; the caller takes them away."""
@@ -85,7 +83,7 @@ class KVTransfers:
         state = self.engine.find(request_id)
         if state is None:
             raise RequestError(f"no request {request_id!r} to send: add it first", "request_id")
-        return self._prefills.begin(state, target, note)
+        return self.engine.prefill_sends.begin(state, target, note)
 
     def poll(self) -> Sequence[ReceivedKV]:
         """Move transfers on; returns what has come.
@@ -115,7 +113,7 @@ class KVTransfers:
         for report in self.channel.poll(may_take=may_take):
             hit = self._sent.pop(report.ticket, None)
             if hit is None:
-                self._prefills.end(report.ticket)
+                self.engine.prefill_sends.end(report.ticket)
             else:
                 self.engine.kv.pins.let_go(hit)
             self.reports.append(report)

@@ -385,3 +385,31 @@ def test_a_target_that_refuses(model: Path, stack: ExitStack) -> None:
     assert [report.status for report in scene.source.reports] == [TransferStatus.REFUSED]
     assert scene.source.engine.kv.pool.num_kept == 0
     scene.check()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_waits_for_blocks_that_are_read(is_aborted: bool, model: Path, stack: ExitStack) -> None:
+    """It needs more blocks than are free, alone in the batch, and does not end for lack of memory."""
+    scene = Scene(model, stack, **{"kv.num_blocks": 20})
+    first, second = prompts(count=2)
+    scene.add("p", first)
+    ticket, right = scene.send("p"), scene.network.run_one
+    scene.network.run_one = lambda: False  # type: ignore[method-assign]
+    asked = scene.source.engine
+    if is_aborted:
+        for _ in range(3):
+            asked.step()
+        asked.abort("p")
+        assert asked.kv.pool.num_kept
+    else:
+        scene.run()
+        assert asked.kv.pins.num_sent == 1
+    scene.add("q", second)
+    for _ in range(8):
+        outputs = list(asked.step())
+        assert not outputs, outputs
+        scene.check()
+    scene.network.run_one = right  # type: ignore[method-assign]
+    assert scene.end(ticket) is (CANCELLED if is_aborted else DONE)
+    [output] = [each for _ in range(8) for each in asked.step()]
+    assert (output.request_id, output.error) == ("q", None)

@@ -27,8 +27,8 @@ TIMEOUT_S = 60.0
 _SOCKET_CALLS = ("sendmsg", "recv_into", "recvmsg_into", "recvmsg", "send", "recv")
 
 
-class Spent:
-    """CPU time by kind of what was called, in nanoseconds, and bytes of frames beside payloads."""
+class TransferCosts:
+    """CPU time in nanoseconds by kind of call, and bytes of frames beside payloads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Spent:
 class _Timed:
     """A socket or selector whose system calls are timed."""
 
-    def __init__(self, inner: Any, names: tuple[str, ...], spent: Spent) -> None:
+    def __init__(self, inner: Any, names: tuple[str, ...], spent: TransferCosts) -> None:
         self._inner = inner
         for name in names:
             if hasattr(inner, name):
@@ -72,8 +72,8 @@ class _Timed:
         return getattr(self._inner, name)
 
 
-def _counted(kind: str, spent: Spent) -> Any:
-    """A transport that times its system calls, and counts the bytes of frames that it receives."""
+def _counted(kind: str, spent: TransferCosts) -> Any:
+    """A transport that times its system calls and counts bytes of frames."""
     base: Any = TRANSPORTS.get(kind)
 
     class Counted(base):  # type: ignore[misc]
@@ -97,7 +97,7 @@ def _counted(kind: str, spent: Spent) -> Any:
 
 
 @contextmanager
-def _timed_copies(spent: Spent) -> Iterator[None]:
+def _timed_copies(spent: TransferCosts) -> Iterator[None]:
     """Time the copies and checksums of all channels of this process."""
     replaced = [
         (module, name, getattr(module, name))
@@ -117,7 +117,7 @@ class Loopback:
     """A sender and a receiver of this process, over one transport."""
 
     def __init__(self, kind: str, num_blocks: int) -> None:
-        self.spent, self._num_blocks = Spent(), num_blocks
+        self.spent, self._num_blocks = TransferCosts(), num_blocks
         self._source, self._target = (
             TransferNode(name, _counted(kind, self.spent), num_blocks) for name in ("source", "target")
         )
@@ -143,7 +143,7 @@ class Loopback:
         target.evict_all()
 
     def measure(self) -> dict[str, float]:
-        """Of one move, per block of 1 MB: CPU time in us by kind, and bytes of framing."""
+        """Costs of a move, for each block: CPU time in us, bytes of framing."""
         self.spent.clear()
         with _timed_copies(self.spent):
             began_ns = time.process_time_ns()

@@ -54,7 +54,10 @@ class Place:
 
 
 class ArrivingChunks:
-    """A chunk gets its place; then it is verified, without the channel's lock; then it has landed."""
+    """Places chunks, verifies them, and acknowledges them.
+
+    Methods are called with the channel's lock held, but for `verify`.
+    """
 
     def __init__(
         self, transport: TransportEngine, blocks: InstanceBlocks, changed: threading.Condition
@@ -64,7 +67,10 @@ class ArrivingChunks:
         self.num_late = self.num_damaged = 0
 
     def place(self, incoming: Incoming | None, head: ChunkHead, num_bytes: int, now: float) -> Place | None:
-        """Where a chunk goes; None if it comes late or again, or is none of its transfer."""
+        """Where a chunk goes; None if it is not expected.
+
+        Raises `KVDataError` for more chunks than credits.
+        """
         if incoming is None or not incoming.expects(head.epoch, head.number):
             self.num_late += 1
             return None

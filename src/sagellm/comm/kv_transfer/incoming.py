@@ -121,7 +121,7 @@ class Incoming:
         return self.waiting.key
 
     def expects(self, epoch: int, number: int) -> bool:
-        """Whether a chunk is of this transfer, comes in time and for the first time."""
+        """Whether a chunk is of this transfer, neither late nor a duplicate."""
         if self.failure is not None or epoch != self.target.arrival.epoch or number >= len(self.plan):
             return False
         return number not in self.landed and number not in self.pending

@@ -8,7 +8,7 @@ from sagellm.comm.kv_transfer.incoming import Key, Path, Waiting
 
 
 class OfferQueue:
-    """Keeps offers in the order in which they came, and finds them by link and by path."""
+    """Keeps offers in the order in which they came. Finds them by link and by path."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, Waiting] = {}

@@ -24,11 +24,12 @@ class ChannelOptions:
     `credits`: chunks of an arrival on their way, at least one for each rank that sends heads of it;
     `max_credits`: of all arrivals.
 
-    An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a link is disconnected. A
-    transfer is tried `num_retries` times more, with a pause of `backoff_s` that doubles; so is a damaged
-    chunk, without a pause. An ended transfer whose blocks a link still reads gets `drain_s`; then the link is
-    disconnected. Offers of a link beyond `max_offers` are sent back. A transfer whose link was
-    lost is reported to this engine if it is not offered again within `resume_s`.
+    An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a transfer is given up
+    or, if its link shows no sign of life either, the link is disconnected. A transfer is tried `num_retries`
+    times more, with a pause of `backoff_s` that doubles; so is a damaged chunk, without a pause. An ended
+    transfer whose blocks a link still reads gets `drain_s`, and at most `stall_s` while the link is alive;
+    then the link is disconnected. Offers of a link beyond `max_offers` are sent back. A transfer whose link
+    was lost is reported to this engine if it is not offered again within `resume_s`.
     """
 
     chunk_bytes: int = 1 << 20

@@ -122,7 +122,7 @@ class Outgoing:
 
     @property
     def layers_there(self) -> int | None:
-        """The first layers that the target has of all blocks; None if it has not made room."""
+        """How many layers the target has of all blocks; None without an ACCEPT."""
         if self.accept is None:
             return None
         lacking = (layer for layer, count in self.left.items() if count)

@@ -342,7 +342,10 @@ class Sender:
         self._watch(transfer)
 
     def _on_silence(self, transfer: Outgoing, now: float, silent: dict[int, str]) -> None:
-        """The target says nothing of it: if it speaks of others, this transfer alone is given up."""
+        """The target says nothing of this transfer.
+
+        While its link is alive, this attempt alone is given up.
+        """
         stall_s = self._options.stall_s
         reason = f"no answer for {stall_s:g} s"
         if not self._was_heard(transfer.link, now, stall_s):
@@ -353,7 +356,7 @@ class Sender:
             self._try_again(transfer)
 
     def _on_unread(self, transfer: Outgoing, now: float, silent: dict[int, str]) -> None:
-        """It has ended, and a chunk of it is still to be read: a link that is alive gets more time."""
+        """A transfer has ended, and a chunk of it is still read. A link that is alive gets more time."""
         is_late = now - transfer.ended_s >= self._options.stall_s
         if is_late or not self._was_heard(transfer.link, now, self._options.drain_s):
             silent[transfer.link] = "a chunk of a transfer that has ended was not taken"

@@ -78,15 +78,21 @@ class KVPool(Protocol):
     def num_held(self, holder: str) -> int: ...
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Blocks in use are read by others than their owners: until `let_go`, once for each `keep`, nobody
-        else gets them, whoever frees them."""
+        """A transfer reads blocks that are in use.
+
+        If they are freed, no owner gets them before `let_go`, which is called once for each `keep`.
+        """
 
     def let_go(self, block_ids: Sequence[int]) -> None:
         """They are read no longer."""
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are kept. While there are any, blocks cannot move."""
+        """Blocks that are kept. They cannot move."""
+
+    @property
+    def num_unowned(self) -> int:
+        """Those of them that were freed."""
 
     @property
     def block_info(self) -> Mapping[int, BlockInfo]:

@@ -213,7 +213,10 @@ class KVTransferChannel(Protocol):
         """
 
     def layers_there(self, ticket: Ticket) -> int | None:
-        """How many layers of all its blocks the target has; None before it has made room, and at the end."""
+        """How many layers of all its blocks the target has.
+
+        None before the target has made room, and once the transfer has ended.
+        """
 
     def poll(self, *, may_take: bool = True) -> Sequence[TransferReport]:
         """Take in what has happened; returns the transfers that have ended since, each once.

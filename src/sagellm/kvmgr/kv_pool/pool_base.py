@@ -228,6 +228,10 @@ class PoolBase(ABC):
     def num_kept(self) -> int:
         return len(self._readers)
 
+    @property
+    def num_unowned(self) -> int:
+        return len(self._unowned)
+
     def keep(self, block_ids: Sequence[int]) -> None:
         with self._lock:
             self._readers.update(block_ids)
