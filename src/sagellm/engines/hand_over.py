@@ -325,7 +325,7 @@ class HandOvers:
                 self._begin_ahead(outgoing)
 
     def _begin_ahead(self, outgoing: _Outgoing) -> None:
-        """Not for a request that goes on, whose KV is that of more than its prompt."""
+        """Not for a request that goes on: its KV is more than its prompt's."""
         name, hand_over = outgoing.request_id, outgoing.hand_over
         state = self._engine.find(name)
         if state is None or state.request.generated or state.num_uncomputed < self._engine.kv.block_size:
