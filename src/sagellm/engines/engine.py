@@ -300,7 +300,7 @@ class Engine:
         if self._kv_waits is not None:
             self._kv_waits.settle()
         kv = self.kv
-        if kv.blocks_move or kv.pool.num_kept:
+        if kv.blocks_move:
             return 0
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
         if not moves:
@@ -435,8 +435,9 @@ class Engine:
         return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
 
     def _give_way(self, must_leave: MustLeave) -> bool:
-        """Give up what is kept, and stop what moves or reads blocks. Whether some are free soon."""
-        if self.kv.pins.give_way() or (self._kv_waits is not None and self._kv_waits.give_way()):
+        """Stop what keeps, moves or reads blocks. Returns whether some are free now or soon."""
+        waits = self._kv_waits
+        if self.kv.pins.give_way() or (waits is not None and waits.give_way()):
             return True
         if must_leave.error is None:
             return False
@@ -460,7 +461,7 @@ class Engine:
         draft, moves = binding.draft, self.kv.blocks_move or (waits is not None and waits.is_moving)
         rejected = [self._request_table.states[request_id] for request_id in draft.rejected]
         for state in rejected:
-            if moves or self.prefill_sends.give_way(state):
+            if self.prefill_sends.give_way(state) or moves:
                 draft.record("blocks", state, "wait", "blocks move")
                 del draft.rejected[state.request_id]
         if rejected and moves and not draft.num_scheduled and self.kv.tiers is not None:

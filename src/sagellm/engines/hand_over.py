@@ -2,9 +2,9 @@
 
     prefill instance                              decode instance
     prefill(request, HandOver(PREFILL, peer))
+    poll: sends the layers that are computed ---> PREALLOCATED -> TRANSFERRING
     ... its first token: the output says MOVED
-    poll: sends the KV of the prompt  ----------> expect(request, HandOver(DECODE, peer)), before or after
-                                                  BOOTSTRAPPING -> PREALLOCATED -> TRANSFERRING
+    poll: sends the rest, or the whole prompt --> expect(request, HandOver(DECODE, peer)), before or after
                                                   READY: the engine gets the request, finds its KV cached
                                                   FAILED: the engine gets it, or it ends with an error
 
@@ -34,14 +34,21 @@ from sagellm.core.protocols.fleet import (
     HandOverReport,
     HandOverState,
 )
-from sagellm.core.protocols.kv_transfer import IncomingKV, ReceivedKV, Ticket, TransferStatus
+from sagellm.core.protocols.kv_transfer import (
+    IncomingKV,
+    ReceivedKV,
+    Ticket,
+    TransferReport,
+    TransferStatus,
+)
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import FinishReason, Namespace, Request, RequestOutput, Tokens
 from sagellm.engines.transfers import KVTransfers
 
 MAX_DECIDED = 4096
 """Hand-overs that have been decided here and are remembered, so that late KV of theirs is not kept."""
-_NOTE = struct.Struct("<4sQ")
+_NOTE = struct.Struct("<4sQ?")
+"""What a transfer is, its attempt, and whether another follows if it fails."""
 _MAGIC = b"HAND"
 _ORDER = [
     HandOverState.BOOTSTRAPPING, HandOverState.PREALLOCATED, HandOverState.TRANSFERRING
@@ -84,13 +91,18 @@ class _Early:
     since_s: float
 
 
-class _Outgoing(NamedTuple):
-    """KV to send, or being sent."""
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """KV to send, or being sent. `ahead`: the transfer that began before the prompt was computed, while it
+    lasts. `is_there`: it brought all. `has_left`: the request is not in the engine any more."""
 
     request_id: str
     tokens: Tokens
     namespace: Namespace
     hand_over: HandOver
+    ahead: Ticket | None = None
+    is_there: bool = False
+    has_left: bool = False
 
 
 class HandOvers:
@@ -113,6 +125,8 @@ class HandOvers:
         """Requests in the engine that were not admitted yet, for which KV may be kept."""
         self._leaving: dict[str, _Outgoing] = {}
         """Requests in the engine that leave it with their next token."""
+        self._to_begin: list[str] = []
+        """Requests of those that are computed now, or next."""
         self._to_send: deque[_Outgoing] = deque()
         self._sending: dict[Ticket, _Outgoing] = {}
         self._outputs: list[RequestOutput] = []
@@ -135,6 +149,8 @@ class HandOvers:
         self._check_free(request, hand_over)
         self._add(request, hand_over)
         self._report(request.request_id, hand_over, HandOverState.BOOTSTRAPPING)
+        self._send_ahead()
+        self._send_moved()
 
     def expect(self, request: Request, hand_over: HandOver, onward: HandOver | None = None) -> None:
         """Give the request to the engine once its KV has come.
@@ -217,6 +233,7 @@ class HandOvers:
 
     def poll(self) -> HandOverProgress:
         """Move all hand-overs on; returns what happened since. Never waits for a peer."""
+        self._send_ahead()
         self._send_moved()  # before what comes has anything evicted
         received = self.transfers.poll()
         self._send_moved()
@@ -224,11 +241,7 @@ class HandOvers:
         for report in ended:
             outgoing = self._sending.pop(report.ticket, None)
             if outgoing is not None:
-                is_done = report.status is TransferStatus.DONE
-                state = HandOverState.READY if is_done else HandOverState.FAILED
-                reason = "" if is_done else report.reason or report.status.value
-                name, hand_over = outgoing.request_id, outgoing.hand_over
-                self._report(name, hand_over, state, num_tokens=report.num_tokens, reason=reason)
+                self._sent(outgoing, report)
         for arrived in received:
             self._take(arrived)
         if self._awaited:
@@ -261,7 +274,8 @@ class HandOvers:
             unsubscribe()
         for name in [*self._early, *self._entering]:
             self._pins.drop(name)
-        for known in (self._awaited, self._early, self._entering, self._leaving, self._to_send):
+        lists = self._to_begin, self._to_send
+        for known in (self._awaited, self._early, self._entering, self._leaving, *lists):
             known.clear()
 
     def check(self) -> None:
@@ -285,6 +299,8 @@ class HandOvers:
         if event.request_id in self._entering:
             self._entering.remove(event.request_id)
             self._pins.drop(event.request_id)
+        if event.request_id in self._leaving:
+            self._to_begin.append(event.request_id)
 
     def _finished(self, event: RequestFinished) -> None:
         """A request has left the engine. Called within a step: nothing is sent now."""
@@ -293,15 +309,60 @@ class HandOvers:
             self._entering.remove(name)
             self._pins.drop(name)
         outgoing = self._leaving.pop(name, None)
-        if outgoing is not None and event.reason == FinishReason.MOVED.value:
+        if outgoing is None:
+            return
+        outgoing.has_left = True
+        if event.reason != FinishReason.MOVED.value:
+            self._stop_sending(lambda each: each is outgoing, "")
+        elif outgoing.ahead is None and not outgoing.is_there:
             self._to_send.append(outgoing)
+
+    def _send_ahead(self) -> None:
+        """Begin to send prompts that are computed from now on, while they are.
+
+        The peer makes room for all of a prompt when its transfer begins, so none begins while it waits.
+        """
+        names, self._to_begin = self._to_begin, []
+        for name in names:
+            outgoing = self._leaving.get(name)
+            if outgoing is not None and outgoing.ahead is None:
+                self._begin_ahead(outgoing)
+
+    def _begin_ahead(self, outgoing: _Outgoing) -> None:
+        """Not for a request that goes on: its KV is more than its prompt's."""
+        name, hand_over = outgoing.request_id, outgoing.hand_over
+        state = self._engine.find(name)
+        if state is None or state.request.generated or state.num_uncomputed < self._engine.kv.block_size:
+            return
+        note = _NOTE.pack(_MAGIC, hand_over.attempt, True)
+        try:
+            ticket = self.transfers.send_prefill(name, hand_over.peer, note)
+        except (ConfigError, RequestError):  # it is sent, or that fails, when the request leaves
+            return
+        outgoing.ahead = ticket
+        self._sending[ticket] = outgoing
+        self._report(name, hand_over, HandOverState.TRANSFERRING)
+
+    def _sent(self, outgoing: _Outgoing, report: TransferReport) -> None:
+        """A transfer from here has ended."""
+        is_done = report.status is TransferStatus.DONE
+        if outgoing.ahead == report.ticket:
+            outgoing.ahead, outgoing.is_there = None, is_done
+            if not is_done:
+                if outgoing.has_left:
+                    self._to_send.append(outgoing)
+                return
+        state = HandOverState.READY if is_done else HandOverState.FAILED
+        reason = "" if is_done else report.reason or report.status.value
+        name, hand_over = outgoing.request_id, outgoing.hand_over
+        self._report(name, hand_over, state, num_tokens=report.num_tokens, reason=reason)
 
     def _send_moved(self) -> None:
         """Send the KV of requests that have left, and of those that leave meanwhile."""
         while self._to_send:
             outgoing = self._to_send.popleft()
             name, hand_over = outgoing.request_id, outgoing.hand_over
-            note = _NOTE.pack(_MAGIC, hand_over.attempt)
+            note = _NOTE.pack(_MAGIC, hand_over.attempt, False)
             try:
                 ticket = self.transfers.send(name, outgoing.tokens, hand_over.peer, outgoing.namespace, note)
             except ConfigError as error:  # an unknown peer, or a name that no offer can hold
@@ -312,14 +373,14 @@ class HandOvers:
 
     def _stop_sending(self, matches: Callable[[_Outgoing], bool], reason: str) -> None:
         """Send nothing more of these; with a reason, they have failed."""
-        stopped = [each for each in (*self._leaving.values(), *self._to_send) if matches(each)]
+        known = *self._leaving.values(), *self._to_send, *self._sending.values()
+        stopped = dict.fromkeys(each for each in known if matches(each))
         self._leaving = {name: each for name, each in self._leaving.items() if not matches(each)}
         self._to_send = deque(each for each in self._to_send if not matches(each))
         for ticket, each in list(self._sending.items()):
             if matches(each):
                 del self._sending[ticket]
                 self.transfers.channel.cancel(ticket)
-                stopped.append(each)
         for each in stopped if reason else ():
             self._report(each.request_id, each.hand_over, HandOverState.FAILED, reason=reason)
 
@@ -328,9 +389,9 @@ class HandOvers:
     def _take(self, arrived: ReceivedKV) -> None:
         """A transfer to this instance has ended."""
         attempt, name = _attempt_of(arrived.note), arrived.request_id
-        if attempt is None:
-            return
         has_come, reason = arrived.status is TransferStatus.DONE, arrived.reason or arrived.status.value
+        if attempt is None or not (has_come or _is_last(arrived.note)):
+            return
         awaited = self._awaited.get(name)
         if awaited is not None and (name, arrived.source, attempt) == awaited.key:
             self._settle(awaited, has_come=has_come, reason=reason)
@@ -452,9 +513,11 @@ class HandOvers:
         if onward is None:
             self._engine.add(request)
             return
+        name, is_next = request.request_id, not self._engine.stats().num_waiting
         self._engine.add(replace(request, moves=True, kv_hints=None))
-        name, tokens = request.request_id, _tokens_of(request)
-        self._leaving[name] = _Outgoing(name, tokens, request.namespace, onward)
+        self._leaving[name] = _Outgoing(name, _tokens_of(request), request.namespace, onward)
+        if is_next:
+            self._to_begin.append(name)
 
     def _end(self, request: Request, error: str) -> None:
         num_prompt, num_output = len(request.tokens), len(request.generated)
@@ -514,5 +577,10 @@ def _attempt_of(note: bytes) -> int | None:
     """The attempt that a transfer belongs to; None if it is no hand-over."""
     if len(note) != _NOTE.size:
         return None
-    magic, attempt = _NOTE.unpack(note)
+    magic, attempt, _ = _NOTE.unpack(note)
     return int(attempt) if magic == _MAGIC else None
+
+
+def _is_last(note: bytes) -> bool:
+    """Whether no other transfer follows if this one fails."""
+    return not _NOTE.unpack(note)[2]

@@ -1,4 +1,4 @@
-"""What scheduling passes see of an engine."""
+"""`EngineView`: what scheduling passes see of an engine."""
 
 from __future__ import annotations
 

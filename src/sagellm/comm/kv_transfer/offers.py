@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from sagellm.comm.kv_transfer.incoming import Key, Path, Waiting
 
@@ -18,9 +18,6 @@ class OfferQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting.values())
 
     def get(self, key: Key) -> Waiting | None:
         return self._waiting.get(key)

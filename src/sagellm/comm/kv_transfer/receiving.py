@@ -465,17 +465,17 @@ class Receiver:
 
     def under_way(self) -> list[IncomingKV]:
         """The offers that wait, and what comes."""
-        waiting = [
-            IncomingKV(each.offer.request_id, each.sender.node, each.note, each.since_s)
-            for each in self._offers
-        ]
-        return waiting + [
-            IncomingKV(
-                each.waiting.offer.request_id, each.waiting.sender.node, each.waiting.note, each.progress_s,
-                has_blocks=True, num_chunks=len(each.landed), num_layers=each.num_layers(),
-            )
-            for each in self._incoming.values()
-        ]  # fmt: skip
+        found = []
+        for waiting in self._live.values():
+            known = IncomingKV(waiting.offer.request_id, waiting.sender.node, waiting.note, waiting.since_s)
+            incoming = self._incoming.get(waiting.key)
+            if incoming is not None and incoming.waiting is waiting:
+                known = known._replace(
+                    sign_s=incoming.progress_s, has_blocks=True, num_chunks=len(incoming.landed),
+                    num_layers=incoming.num_layers(),
+                )  # fmt: skip
+            found.append(known)
+        return found
 
     def take_received(self) -> list[ReceivedKV]:
         taken, self._received = self._received, []

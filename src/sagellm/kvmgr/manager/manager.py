@@ -173,7 +173,8 @@ class KVCacheManager:
     @property
     def blocks_move(self) -> bool:
         """Whether blocks are sent to other instances, or come from elsewhere."""
-        return bool(self.pins.num_sent or (self.arrivals is not None and self.arrivals.num_blocks))
+        is_sent = self.pins.num_sent or self.pool.num_kept
+        return bool(is_sent or (self.arrivals is not None and self.arrivals.num_blocks))
 
     # -- bind and rollback
 
