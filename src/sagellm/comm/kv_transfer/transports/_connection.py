@@ -30,6 +30,8 @@ MAX_BUFFERS = 512
 """In one call: half of what Linux takes."""
 READ_BYTES = 2 << 20
 """Read from a connection before others have their turn, and chunks are acknowledged."""
+LEAST_BYTES = 1 << 20
+"""Of a payload, before a waiting process is woken."""
 AHEAD_BYTES = 4 << 10
 """Several small frames are read by one call, and of a payload no more than this is copied twice."""
 
@@ -113,6 +115,8 @@ class PeerSocket:
     """Bytes that were read into `ahead` and have not been used."""
     left: int = 0
     """Bytes of this turn, with those in slots."""
+    least: int = 1
+    """How many bytes must be there before the socket counts as readable."""
     num_turns: int = 0
     """Since a small frame waits."""
     fds: list[int] = field(default_factory=list)
@@ -144,10 +148,23 @@ class PeerSocket:
             try:
                 num_bytes = self._receive(dropped)
             except BlockingIOError:
+                self._set_least()
                 return
             if not num_bytes:
                 raise ConnectionError("the peer has closed the connection")
             self.left -= num_bytes
+
+    def _set_least(self) -> None:
+        """Be woken once the rest of a payload is there, or `LEAST_BYTES` of it, but for small frames at once.
+
+        Each wake of this process by the sender costs both as much as the copy of 100 KB.
+        """
+        least = 1
+        if self.place is not None and self.sock.family != socket.AF_UNIX:
+            least = max(1, min(sum(map(len, self.views)), LEAST_BYTES))
+        if least != self.least:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self.least = least
 
     def _receive(self, dropped: memoryview) -> int:
         if self.num_discarded:
