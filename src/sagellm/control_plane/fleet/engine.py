@@ -316,10 +316,8 @@ class FleetEngine:
         now_s = self._clock.now()
         served.generated += output.new_token_ids
         if served.first_token_s is None and output.new_token_ids:
-            served.first_token_s = now_s
-            ttft_s = now_s - served.request.arrival_s
-            self._router.observe(instance_id, {"ttft": ttft_s})
-            self._admission.strategy.observe(ttft_s, served.request.slo.ttft_s)
+            served.first_token_s, served.first_instance = now_s, instance_id
+            self._admission.strategy.observe(now_s - served.request.arrival_s, served.request.slo.ttft_s)
         moves = output.finish_reason is FinishReason.MOVED
         reason = None if moves else output.finish_reason
         self._outputs.append(output._replace(request_id=served.request_id, finish_reason=reason))
@@ -330,16 +328,18 @@ class FleetEngine:
             self._forget_request(served)
 
     def _observe_end(self, instance_id: str, served: FleetRequest, now_s: float) -> None:
-        seen = {"e2e": now_s - served.request.arrival_s}
-        if served.first_token_s is not None and len(served.generated) > 1:
-            seen["tpot"] = (now_s - served.first_token_s) / (len(served.generated) - 1)
-        self._router.observe(instance_id, seen)
-        goals = {"ttft": served.request.slo.ttft_s, "tpot": served.request.slo.tpot_s}
-        if served.first_token_s is not None:
-            seen["ttft"] = served.first_token_s - served.request.arrival_s
-        self.num_with_slo += any(goal is not None for goal in goals.values())
-        missed = any(goal is not None and seen.get(name, 0.0) > goal for name, goal in goals.items())
-        self.num_slo_met += any(goal is not None for goal in goals.values()) and not missed
+        """The router learns: of the instance with the first token, and of the one that answered."""
+        arrival_s, first_s = served.request.arrival_s, served.first_token_s
+        begin, seen = {}, {"e2e": now_s - arrival_s}
+        if first_s is not None:
+            begin["ttft"] = first_s - arrival_s
+            if len(served.generated) > 1:
+                seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
+        if served.first_instance in ("", instance_id):
+            self._router.observe(instance_id, {**begin, **seen})
+        else:
+            self._router.observe(served.first_instance, begin)
+            self._router.observe(instance_id, seen)
 
     def _hand_over(self, served: FleetRequest) -> None:
         """The prefill instance has drawn the first token; the decode instance goes on."""

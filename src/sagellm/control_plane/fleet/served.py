@@ -27,6 +27,7 @@ class FleetRequest:
     attempt has another id, and draws the same. `generated`: what has been handed out of its answer.
 
     `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
+    `first_instance`: where its first token came from.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class FleetRequest:
     num_retries: int = 0
     queued_since_s: float = 0.0
     first_token_s: float | None = None
+    first_instance: str = ""
     reason: str = ""
 
     @property
