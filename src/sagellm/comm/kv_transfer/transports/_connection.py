@@ -155,9 +155,9 @@ class PeerSocket:
             self.left -= num_bytes
 
     def _set_least(self) -> None:
-        """Be woken once the rest of a payload is there, or `LEAST_BYTES` of it, but for small frames at once.
+        """Be woken once a payload is there, or `LEAST_BYTES` of it.
 
-        Each wake of this process by the sender costs both as much as the copy of 100 KB.
+        A small frame wakes at once. Each wake of this process by the sender costs both as much as the copy of 100 KB.
         """
         least = 1
         if self.place is not None and self.sock.family != socket.AF_UNIX:
