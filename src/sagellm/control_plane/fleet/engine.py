@@ -328,7 +328,7 @@ class FleetEngine:
             self._forget_request(served)
 
     def _observe_end(self, instance_id: str, served: FleetRequest, now_s: float) -> None:
-        """Teach the router what the instance of the first token and that of the answer took."""
+        """Teach the router how long the instances of an answer took."""
         arrival_s, first_s = served.request.arrival_s, served.first_token_s
         begin, seen = {}, {"e2e": now_s - arrival_s}
         if first_s is not None:

@@ -157,7 +157,8 @@ class PeerSocket:
     def _set_least(self) -> None:
         """Be woken once a payload is there, or `LEAST_BYTES` of it.
 
-        A small frame wakes at once. Each wake of this process by the sender costs both as much as the copy of 100 KB.
+        A small frame wakes at once. Each wake of this process by the sender costs both as much as the copy
+        of 100 KB.
         """
         least = 1
         if self.place is not None and self.sock.family != socket.AF_UNIX:
