@@ -26,6 +26,7 @@ COMPUTED = {
     "engines/native/control_tokens.py": "a trie of the special tokens: no repetition, each start ends at the "
     "first character that no token has there",
     "core/config.py": "ORIGIN, below, in pydantic's engine",
+    "core/fleet_config.py": "ADDRESS and URL, in the same engine",
 }
 """Files with a pattern that is no literal."""
 BY_HELPER = {"kvmgr/scheduler_ir/text.py": {"match"}}

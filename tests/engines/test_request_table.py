@@ -27,6 +27,10 @@ OF_OTHER_CLASSES = {
     ("kvmgr/scheduler_ir/rows.py", "row.num_computed"),
     ("serving/access_log.py", "record.status"),
     ("benchmarks/simulate/cluster.py", "self.served[int(name)].num_preemptions"),
+    ("benchmarks/simulate/shared_budget.py", "each.num_computed"),
+    ("control_plane/fleet/engine.py", "error.status"),
+    ("control_plane/fleet/messages.py", "made.status"),
+    ("serving/gateway.py", "error.status"),
 }
 """Attributes of the same name of objects that are no request states."""
 OWNERS = {"engines/request_table.py", "engines/guests/hosted_passes.py"}

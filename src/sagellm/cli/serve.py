@@ -126,6 +126,7 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
         {
             "name": name,
             "kind": found.type.value,
+            "report_s": resolved.config.fleet.heartbeat_s,
             "endpoint": f"tcp://*:{port}",
             "key": key,
             "config": config.model_dump(mode="json"),

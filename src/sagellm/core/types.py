@@ -26,8 +26,7 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
 APPROXIMATE_REUSE = "approximate_reuse"
 """The feature of an engine that copies KV to other positions, for requests that ask for it."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1024
 MAX_RETENTIONS = 64
 MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
@@ -441,6 +440,7 @@ class RequestOutput(NamedTuple):
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
     num_approximate_tokens: int = 0
+    error_status: int = 500
 
 
 class AttentionChunk(NamedTuple):

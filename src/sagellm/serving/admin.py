@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, RequestError, SageError
 from sagellm.core.protocols.engine import PinnedPrefix
@@ -125,7 +126,10 @@ class AdminRoutes:
         body = await self.reader.read(PolicyRequest, request)
 
         def replace(llm: LLM) -> None:
-            replace_policy(llm.engine, body.policy, **body.options)
+            if isinstance(llm.engine, FleetEngine):
+                llm.engine.replace_policy(body.policy, body.options)
+            else:
+                replace_policy(llm.engine, body.policy, **body.options)
             self.current.policy = CurrentPolicy(policy=body.policy, options=body.options)
 
         await self._replace("policy", body.policy, registry("policy").names(), body.options, replace)
@@ -138,7 +142,10 @@ class AdminRoutes:
         body = await self.reader.read(StrategyRequest, request)
 
         def replace(llm: LLM) -> None:
-            replace_strategy(llm.engine, body.strategy, **body.options)
+            if isinstance(llm.engine, FleetEngine):
+                llm.engine.replace_strategy(body.strategy, body.options)
+            else:
+                replace_strategy(llm.engine, body.strategy, **body.options)
             self.current.strategy = CurrentStrategy(
                 strategy=body.strategy, passes=_passes(body.strategy), options=body.options
             )

@@ -17,6 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import sagellm
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config, ServerConfig
 from sagellm.core.errors import ConfigError
@@ -117,6 +118,9 @@ class OtherRoutes:
     async def ready(self) -> dict[str, str]:
         if not self.gateway.ready:
             raise errors.UnavailableError("not ready: starting, shutting down, or the engine has failed")
+        engine = self.gateway.llm.engine
+        if isinstance(engine, FleetEngine) and not engine.is_available:
+            raise errors.UnavailableError("not ready: no instance of this fleet is connected")
         return {"status": "ready"}
 
     async def version(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ DIAGNOSTICS_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 _POLL_S = 0.01
+_CODES = {400: "invalid_value", 429: OverloadedError.code, 503: UnavailableError.code}
 
 _BYTES_PER_TOKEN = 64
 """What a token, or an alternative to it, takes at least, beside its text."""
@@ -345,7 +346,9 @@ class Gateway:
         self.metrics.on_delta(delta, entry.times, now_s)
         if delta.error is not None:
             self._loop.abort(delta.request_id)
-            self._end_with(delta.request_id, GenerationError(delta.error))
+            error = GenerationError(delta.error)
+            error.status, error.code = delta.error_status, _CODES.get(delta.error_status, error.code)
+            self._end_with(delta.request_id, error)
             return
         if delta.is_last:
             self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")

@@ -13,7 +13,6 @@ from sagellm.benchmarks.simulate.control import ControlSetting
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, build_cluster
 from sagellm.benchmarks.simulate.workload import RequestMaker, WorkloadSpec, output_tokens, workload
 from sagellm.benchmarks.traces import Trace
-from sagellm.control_plane.fleet import instance_server
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
@@ -92,8 +91,9 @@ class RealFleet:
         clock, events, chosen = self.clocks[name], EventBus(), config()
         engine = build_engine(chosen, StandIn().backend(clock, chosen), clock=clock, events=events)
         return InstanceServer(
-            name, engine, f"ipc://{folder}/{name}", KEY, max_model_len=4000, events=events, clock=clock
-        )
+            name, engine, f"ipc://{folder}/{name}", KEY, max_model_len=4000, events=events, report_s=0.0,
+            clock=clock,
+        )  # fmt: skip
 
     def place(self, made: Trace) -> list[str]:
         chosen, machine = config(), StandIn()
@@ -139,7 +139,6 @@ class RealFleet:
 def test_decisions_are_the_same(
     tmp_path: Path, router: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_server, "REPORT_S", 0.0)
     made = bursts(seed)
     fleet = RealFleet(tmp_path, router)
     try:

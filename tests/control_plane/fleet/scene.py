@@ -7,9 +7,10 @@ from pathlib import Path
 
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.control_plane.fleet.client import Instances
-from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError

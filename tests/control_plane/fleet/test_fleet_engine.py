@@ -11,11 +11,12 @@ import zmq
 
 from sagellm.control_plane.fleet import instance_server
 from sagellm.control_plane.fleet.client import Instances
-from sagellm.control_plane.fleet.engine import FleetPolicy
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.messages import Welcome, encode
+from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.core.errors import ConfigError, EngineFailedError, RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
+from sagellm.core.protocols.fleet import InstanceLost
 from sagellm.core.types import FinishReason, Namespace, Tokens
 from tests.builders import expected_tokens, request
 from tests.control_plane.fleet.scene import KEY, Scene, is_done
@@ -234,6 +235,64 @@ def test_what_a_drained_instance_computes_goes_on_elsewhere(scene: Scene) -> Non
     assert scene.tokens["r"] == expect(scene, PROMPT, 30)
     assert len(set(scene.router.placed)) == 2
     scene.check_idle()
+
+
+def test_moves_that_an_operator_wants_are_no_retries(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 2, policy=FleetPolicy(max_retries=1))
+    scene.front.add(request("r", PROMPT, 200))
+    for number in range(6):
+        scene.until(lambda n=number: len(scene.tokens.get("r", ())) > 3 * n)
+        scene.front.move_away(scene.router.placed[-1])
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 200)
+    scene.close()
+
+
+def test_full_instances_are_waited_for(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1, policy=FleetPolicy(patience_s=0.2))
+    for number in range(40):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 150))
+    began_s = scene.clock.now()
+    scene.finish()
+    assert scene.clock.now() - began_s > 0.2
+    assert all(is_done(output) for output in scene.ended.values())
+    scene.close()
+
+
+def test_a_pin_does_not_release_that_of_another_process(scene: Scene) -> None:
+    for number in range(2):
+        scene.front.add(request(f"r{number}", PROMPT, 3))
+    scene.finish()
+    scene.front.drain("i-1")
+    pinned = asked(scene, lambda: scene.front.pin_prefix(Tokens(PROMPT), Namespace()))
+    [name] = [name for name in scene.servers if scene.engine(name).diagnostics().num_pinned_prefixes]
+    scene.kill(name)
+    scene.until(lambda: not scene.front.members[name].is_ready)
+    scene.start(name)
+    scene.until(lambda: scene.front.members[name].load is not None)
+    scene.front.drain(next(iter(set(scene.servers) - {name})))
+    scene.front.drain(name, draining=False)
+    scene.front.add(request("again", PROMPT, 3))
+    scene.finish()
+    asked(scene, lambda: scene.front.pin_prefix(Tokens(PROMPT), Namespace()))
+    pinned.release()
+    for _ in range(20):
+        scene.turn()
+    assert sum(scene.engine(each).diagnostics().num_pinned_prefixes for each in scene.servers) == 1
+
+
+def test_two_fronts_do_not_destroy_each_other(scene: Scene) -> None:
+    other = Instances(KEY, scene.clock)
+    client = other.add("i-0", scene.endpoint("i-0"))
+    until_s, num_lost = scene.clock.now() + 1.5, 0
+    while scene.clock.now() < until_s:
+        other.wait(0.0)
+        num_lost += sum(isinstance(event, InstanceLost) for event in client.poll())
+        scene.turn()
+    assert num_lost + scene.front.members["i-0"].num_lost <= 1
+    assert client.facts is not None
+    assert scene.front.members["i-0"].is_ready
+    other.close()
 
 
 def test_an_instance_that_leaves_the_fleet(scene: Scene) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sagellm.control_plane.fleet.client import Instances
-from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.fleet_config import PlainServerConfig

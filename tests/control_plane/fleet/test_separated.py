@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sagellm.control_plane.fleet import instance_server
-from sagellm.control_plane.fleet.engine import FleetPolicy
+from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.core.protocols.fleet import HandOverState
 from sagellm.core.types import Namespace, Tokens
 from tests.builders import expected_tokens, request

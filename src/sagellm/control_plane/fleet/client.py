@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -98,10 +99,12 @@ class RemoteInstance:
         clock: Clock,
         *,
         lease_s: float,
-        takes_over: bool,
+        ping_s: float,
+        front_id: str,
     ) -> None:
         self._id, self.endpoint, self._key = instance_id, endpoint, key
-        self._context, self._clock, self._lease_s, self._takes_over = context, clock, lease_s, takes_over
+        self._context, self._clock, self._lease_s = context, clock, lease_s
+        self._ping_s, self._front_id, self._takes_over = ping_s, front_id, True
         self._facts: InstanceFacts | None = None
         self._events: list[InstanceEvent] = []
         self._calls: dict[int, str] = {}
@@ -133,7 +136,7 @@ class RemoteInstance:
         """When `tick` has something to do."""
         if self._socket is None:
             return self._retry_s
-        return self._pinged_s + PING_S
+        return self._pinged_s + self._ping_s
 
     def submit(
         self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
@@ -172,7 +175,7 @@ class RemoteInstance:
         if self._socket is None:
             if now_s >= self._retry_s:
                 self._connect()
-        elif now_s >= self._pinged_s + PING_S:
+        elif now_s >= self._pinged_s + self._ping_s:
             self._pinged_s = now_s
             if self._facts is not None:
                 self._send(AlivePing())
@@ -266,6 +269,7 @@ class RemoteInstance:
             self._end(f"{facts.instance_id!r} answers at {self.endpoint}: the fleet file is wrong")
             return
         self._facts, self.fault, self._backoff_s = facts, "", FIRST_BACKOFF_S
+        self._takes_over = False  # another front that comes later stays
         log.info("%s is connected", self._id)
         self._events.append(Connected(facts))
 
@@ -275,7 +279,7 @@ class RemoteInstance:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_handshake = True
-                self._send(FrontHello(PROTOCOL, self._lease_s, self._takes_over))
+                self._send(FrontHello(PROTOCOL, self._lease_s, self._front_id, self._takes_over))
             elif event in _ENDS:
                 unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
                 self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])
@@ -315,10 +319,9 @@ class WakingClient(EngineClient, Protocol):
 class Instances:
     """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
 
-    def __init__(
-        self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, takes_over: bool = True
-    ) -> None:
-        self._key, self._clock, self._lease_s, self._takes_over = key, clock, lease_s, takes_over
+    def __init__(self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, ping_s: float = PING_S) -> None:
+        self._key, self._clock, self._lease_s, self._ping_s = key, clock, lease_s, ping_s
+        self._front_id = secrets.token_hex(8)
         self._context = zmq.Context()
         self._bell = Doorbell()
         self._known: dict[str, RemoteInstance] = {}
@@ -331,7 +334,7 @@ class Instances:
             former.close()
         made = RemoteInstance(
             instance_id, endpoint, self._key, self._context, self._clock,
-            lease_s=self._lease_s, takes_over=self._takes_over,
+            lease_s=self._lease_s, ping_s=self._ping_s, front_id=self._front_id,
         )  # fmt: skip
         self._known[instance_id] = made
         return made

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
 from sagellm.control_plane.fleet.questions import Member, Questions
-from sagellm.control_plane.fleet.served import FleetRequest, ServedRequests, possible
+from sagellm.control_plane.fleet.served import FleetPolicy, FleetRequest, ServedRequests, possible
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
@@ -66,31 +67,13 @@ from sagellm.core.types import (
 )
 
 log = logging.getLogger("sagellm.fleet")
+OVERLOADED, UNAVAILABLE = 429, 503  # HTTP's statuses
 TICK_S = 0.1
 """A step waits at most so long."""
 STATS_S = 1.0
 """Each instance is asked for its statistics so often."""
 MAX_WAITING = 1 << 20
 """The admission bounds what is taken; requests of lost instances always find a place."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPolicy:
-    """`max_retries`: of a request whose instance was lost. `patience_s`: a request waits so long for an
-    instance. `hand_over_lease_s`, `on_failure`: of hand-overs (`HandOver`)."""
-
-    max_retries: int = 8
-    patience_s: float = 60.0
-    hand_over_lease_s: float = 10.0
-    on_failure: FailurePolicy = FailurePolicy.RECOMPUTE
-    seed: int = 0
-
-
-def overloaded(message: str) -> RequestError:
-    """As HTTP has it: 429."""
-    error = RequestError(message, code="rate_limit_exceeded")
-    error.status = 429
-    return error
 
 
 class FleetEngine:
@@ -112,11 +95,11 @@ class FleetEngine:
         *,
         clock: Clock,
         admission: AdmissionController | None = None,
-        policy: FleetPolicy = FleetPolicy(),
+        policy: FleetPolicy | None = None,
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
     ) -> None:
         self._clients, self._router, self._prefixes = clients, router, prefixes
-        self._check, self._clock, self.policy = check, clock, policy
+        self._check, self._clock, self.policy = check, clock, policy or FleetPolicy()
         self._namespace_of = namespace_of
         self._admission = admission or AdmissionController(clock=clock)
         self.prefill_queue = PhaseQueue(QueuePhase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
@@ -126,10 +109,9 @@ class FleetEngine:
         self._outputs: list[RequestOutput] = []
         self._questions = Questions(self._turn, clock)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._next_tick_s = clock.now()
-        self._next_stats_s = clock.now()
+        self._next_tick_s = self._next_stats_s = self._available_s = clock.now()
         self._num_steps = 0
-        self._closed = False
+        self._closed, self._origin = False, secrets.token_hex(4)
         self._capability: CapabilityDescriptor | None = None
         self._max_model_len = 0
         self.num_retries = 0
@@ -149,10 +131,12 @@ class FleetEngine:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
         seed = request_seed(self.policy.seed, request.request_id)
-        served = FleetRequest(request, seed, queued_since_s=self._clock.now())
+        served = FleetRequest(request, self._origin, seed, queued_since_s=self._clock.now())
         if len(self.prefill_queue) >= self._admission.max_waiting:
             waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
-            raise overloaded(waiting)
+            error = RequestError(waiting, code="rate_limit_exceeded")
+            error.status = OVERLOADED
+            raise error
         self.requests.add(served)
         self.num_prompt_tokens += len(request.tokens)
         self._wait(served)
@@ -205,8 +189,8 @@ class FleetEngine:
 
     def forget(self, instance_id: str) -> None:
         """It does not belong to the fleet any more. What it computes goes on elsewhere."""
-        member = self.members.pop(instance_id)
-        self._lost(member, instance_id, "it was taken out of the fleet")
+        self.move_away(instance_id)
+        self._lost(self.members.pop(instance_id), instance_id, "it was taken out of the fleet")
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:
         """Give it no new requests, or again. Raises `ConfigError` for an unknown one."""
@@ -218,13 +202,17 @@ class FleetEngine:
     def move_away(self, instance_id: str) -> None:
         """Have what it computes go on elsewhere."""
         for served in self.requests.on(instance_id):
-            self._retry(served, f"{instance_id} is drained")
+            self._retry(served, f"{instance_id} is drained", counts=False)
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until every instance is connected and has reported. Raises `EngineFailedError` if one has not
-        within this time."""
+    def wait_until_ready(self, timeout_s: float, *, all_of_them: bool = True) -> None:
+        """Wait until the instances are connected and have reported, or until one has.
+
+        Raises `EngineFailedError` where they have not within this time.
+        """
         until_s = self._clock.now() + timeout_s
         while waiting := [name for name, each in self.members.items() if not each.is_ready or not each.load]:
+            if not all_of_them and self.is_available:
+                return
             if self._clock.now() >= until_s:
                 raise EngineFailedError(f"not there within {timeout_s:g} s: {', '.join(waiting)}")
             self._turn(TICK_S)
@@ -285,15 +273,21 @@ class FleetEngine:
                     self._prefixes.apply(instance_id, Gap(0, 0))
             case HandOverReport():
                 self._on_report(member, event)
-            case RequestRefused(attempt_id, error, again):
-                if (served := self.requests.of_attempt(attempt_id)) is not None:
-                    (self._retry if again else self._fail)(served, str(error))
+            case RequestRefused():
+                self._on_refused(event)
             case Connected(facts):
                 self._on_connected(member, facts)
             case InstanceLost(reason):
                 self._lost(member, instance_id, reason)
             case CallResult():
                 self._questions.take(instance_id, event)
+
+    def _on_refused(self, event: RequestRefused) -> None:
+        served = self.requests.of_attempt(event.request_id)
+        if served is not None and event.again:
+            self._retry(served, str(event.error))
+        elif served is not None:
+            self._fail(served, str(event.error), getattr(event.error, "status", 500))
 
     def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
         """With this clock's time, and with the requests whose prompt another instance still computes."""
@@ -396,12 +390,15 @@ class FleetEngine:
         for served in self.requests.on(instance_id):
             self._retry(served, f"{instance_id} was lost ({reason})")
 
-    def _retry(self, served: FleetRequest, reason: str) -> None:
-        if served.num_retries >= self.policy.max_retries:
-            self._fail(served, f"{reason}; it was the attempt number {served.attempt + 1}, and the last")
+    def _retry(self, served: FleetRequest, reason: str, *, counts: bool = True) -> None:
+        """Have a request begin anew elsewhere. Without `counts`, since an operator wants it."""
+        if counts and served.num_retries >= self.policy.max_retries:
+            last = f"{reason}; it was the attempt number {served.attempt + 1}, and the last"
+            self._fail(served, last, UNAVAILABLE)
             return
         self._abort_attempt(served)
-        self.num_retries += 1
+        self.num_retries += counts
+        served.num_retries += counts
         self._admission.finished(served.request_id)
         self.requests.retry(served, self._clock.now(), reason)
         self._wait(served)
@@ -416,13 +413,13 @@ class FleetEngine:
         for each in (self.prefill_queue, self.decode_queue):
             each.remove(served.request_id)
 
-    def _fail(self, served: FleetRequest, reason: str) -> None:
+    def _fail(self, served: FleetRequest, reason: str, status: int) -> None:
         self._end(served)
         request, num_tokens = served.request, len(served.generated)
         self._outputs.append(
             RequestOutput(
                 request.request_id, (), len(request.tokens), 0, num_tokens,
-                finish_reason=FinishReason.ERROR, error=reason,
+                finish_reason=FinishReason.ERROR, error=reason, error_status=status,
             )
         )  # fmt: skip
 
@@ -432,13 +429,15 @@ class FleetEngine:
                 member.client.abort(served.attempt_id)
 
     def _end_impatient(self, now_s: float) -> None:
-        """Fail what has waited too long for an instance."""
+        """Fail what waits while no instance has served for too long. Full ones are waited for."""
+        if self.is_available:
+            self._available_s = now_s
         late = now_s - self.policy.patience_s
-        for served in [each for each in self.requests.waiting.values() if each.queued_since_s < late]:
-            why = f" ({served.reason})" if served.reason else ""
-            self._fail(
-                served, f"no instance took the request within {self.policy.patience_s:g} s{why}: try again"
-            )
+        for served in list(self.requests.waiting.values()) if self._available_s < late else ():
+            if served.queued_since_s < late:
+                why = f" ({served.reason})" if served.reason else ""
+                text = f"no instance was there within {self.policy.patience_s:g} s{why}: try again"
+                self._fail(served, text, UNAVAILABLE)
 
     # -- placement
 
@@ -455,6 +454,11 @@ class FleetEngine:
         rates = [member.load.prefill_token_s for member in self._ready() if member.load is not None]
         compute_s = len(request.tokens) * min(rates, default=0.0)
         return self._admission.strategy.order(request, arrived_s, compute_s)
+
+    @property
+    def is_available(self) -> bool:
+        """Whether an instance takes requests. For any thread."""
+        return any(each.is_ready and each.load and not each.draining for each in list(self.members.values()))
 
     def _place_waiting(self) -> None:
         """Place what waits, as far as instances have room."""
@@ -476,7 +480,7 @@ class FleetEngine:
         most = max(prefix.num_device_tokens for prefix in cached)
         match self._admission.decide(metadata, loads, 0, most):
             case Reject(reason):
-                self._fail(served, reason)
+                self._fail(served, reason, OVERLOADED)
                 return True
             case Delay(reason):
                 served.reason = reason
@@ -543,10 +547,10 @@ class FleetEngine:
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         member = self._with_most_cached(tokens, namespace)
-        pinned = self._questions.ask(member, "pin", (tokens, namespace))
+        facts, pinned = member.facts, self._questions.ask(member, "pin", (tokens, namespace))
 
         def release() -> None:
-            if member.is_ready:  # else it is gone, and the pin with it
+            if member.facts is facts:  # else the session is over, and the pin with it
                 member.client.call("unpin", (pinned.pin_id,))
 
         return PinnedPrefix(pinned.num_tokens, pinned.num_blocks, release)
@@ -565,10 +569,10 @@ class FleetEngine:
         return explained
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        self._refuse_objects("replace_policy")
+        raise RequestError("instances of a fleet are processes: give the name to replace_policy")
 
     def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
-        self._refuse_objects("replace_strategy")
+        raise RequestError("instances of a fleet are processes: give the name to replace_strategy")
 
     def replace_policy(self, name: str, options: dict[str, Any]) -> None:
         """Have every instance evict by this policy from now on."""
@@ -577,9 +581,6 @@ class FleetEngine:
     def replace_strategy(self, name: str, options: dict[str, dict[str, Any]]) -> None:
         """Have every instance schedule by this strategy from now on."""
         self._questions.ask_each(self._ready(), "set_strategy", (name, options))
-
-    def _refuse_objects(self, instead: str) -> NoReturn:
-        raise RequestError(f"instances of a fleet are processes: give the name to {instead}")
 
     def _with_most_cached(self, tokens: Tokens, namespace: Namespace) -> Member:
         ready = [member for member in self._ready() if member.facts is not None]

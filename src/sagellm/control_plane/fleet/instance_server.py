@@ -112,6 +112,7 @@ class _Session:
     """What a front has here. `identity`: its socket's, made by ZeroMQ."""
 
     identity: bytes
+    front_id: str
     lease_s: float
     heard_s: float
     requests: set[str] = field(default_factory=set)
@@ -140,6 +141,7 @@ class InstanceServer:
         hand_overs: HandOverSide | None = None,
         transfers: bytes = b"",
         actions: Mapping[str, Callable[..., Any]] | None = None,
+        report_s: float = REPORT_S,
         clock: Clock | None = None,
     ) -> None:
         self.instance_id, self.engine, self.kind = instance_id, engine, kind
@@ -148,7 +150,7 @@ class InstanceServer:
         self._sessions: dict[bytes, _Session] = {}
         self._owner: dict[str, _Session] = {}
         self._pin_ids = itertools.count(1)
-        self._stopping = False
+        self._stopping, self._report_s = False, report_s
         capability = engine.capability()
         self._facts = InstanceFacts(
             instance_id, secrets.token_hex(8), kind, capability, max_model_len, os.getpid(), transfers
@@ -230,7 +232,7 @@ class InstanceServer:
         if self.hand_overs is not None and self.hand_overs.has_work:
             return _LOOK_S
         idle_s = self.engine.idle_s()
-        return REPORT_S if idle_s is None else min(idle_s, REPORT_S)
+        return self._report_s if idle_s is None else min(idle_s, self._report_s)
 
     def _received(self, wait_s: float) -> list[tuple[bytes, bytes]]:
         ready = dict(self._poller.poll(round(wait_s * 1000)))
@@ -267,9 +269,12 @@ class InstanceServer:
             return
         if (former := self._sessions.get(identity)) is not None:
             self._end(former, "its front begins anew")
-        for session in list(self._sessions.values()) if hello.takes_over else ():
-            self._end(session, "another front takes over")
-        self._sessions[identity] = _Session(identity, hello.lease_s, self._clock.now())
+        for session in list(self._sessions.values()):
+            if session.front_id == hello.front_id:
+                self._end(session, "its front begins anew")
+            elif hello.takes_over:
+                self._end(session, "another front takes over")
+        self._sessions[identity] = _Session(identity, hello.front_id, hello.lease_s, self._clock.now())
         self._reported = (-1.0, None)
         self._post(identity, Welcome(PROTOCOL, encode(self._facts)))
         stats = self.engine.stats()
@@ -395,11 +400,11 @@ class InstanceServer:
 
     def _send_load(self) -> None:
         now_s, (reported_s, former) = self._clock.now(), self._reported
-        if not self._sessions or now_s < reported_s + REPORT_S:
+        if not self._sessions or now_s < reported_s + self._report_s:
             return
         stats = self.engine.stats()
         shape = (stats.num_running, stats.num_waiting, stats.blocks_free, stats.blocks_cached, self.kind)
-        if shape != former or now_s >= reported_s + 10 * REPORT_S:
+        if shape != former or now_s >= reported_s + 10 * self._report_s:
             self._reported = now_s, shape
             self._post_all(Load(self._load.report(self.instance_id, self.kind, stats)))
 

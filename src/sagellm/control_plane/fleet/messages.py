@@ -47,11 +47,13 @@ class _Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
 class FrontHello(_Message, frozen=True, tag="hello"):
     """The first message of a session. Without a sign of life for `lease_s` the instance ends it.
 
-    `takes_over`: sessions of other fronts end now; the one before has died.
+    A former session of the same `front_id` ends now. `takes_over`: so do those of others, since the front
+    before has died.
     """
 
     protocol: int
     lease_s: float
+    front_id: str
     takes_over: bool = False
 
 
@@ -122,6 +124,7 @@ class WireOutput(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_de
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
     num_approximate_tokens: int = 0
+    error_status: int = 500
 
 
 class Outputs(_Message, frozen=True):

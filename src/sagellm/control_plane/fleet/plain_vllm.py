@@ -48,7 +48,7 @@ _METRICS = (
     _CACHE,
 )
 _MOST = 2.0**63
-_LABEL = re.compile(r'(\w+)="([^"\\]*)"')
+_LABEL = re.compile(r'\b(\w++)="([^"\\]*+)"')
 
 
 class _Version(msgspec.Struct):

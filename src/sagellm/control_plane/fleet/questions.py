@@ -46,13 +46,21 @@ class Questions:
         self._asked: dict[tuple[str, int], CallResult | None] = {}
         """By instance and number of the call: what is waited for."""
         self._stats: dict[tuple[str, int], Member] = {}
+        self._late_pins: dict[tuple[str, int], Member] = {}
+        """Pins that are given up again, as their answer comes too late."""
 
     def ask(self, member: Member, name: str, arguments: Sequence[Any] = ()) -> Any:
         """The result of a call.
 
         Raises its error, or `SageError` without an answer in `ANSWER_S`.
         """
-        return self._answer(self._call(member, name, arguments))
+        call = self._call(member, name, arguments)
+        try:
+            return self._answer(call)
+        except SageError:
+            if name == "pin":
+                self._late_pins[call] = member
+            raise
 
     def ask_each(self, members: Sequence[Member], name: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """The results of all, asked at once. The first error is raised."""
@@ -79,6 +87,8 @@ class Questions:
             member.stats = answer.result
         elif call in self._asked:
             self._asked[call] = answer
+        elif (late := self._late_pins.pop(call, None)) is not None and answer.error is None:
+            late.client.call("unpin", (answer.result.pin_id,))
 
     def _call(self, member: Member, name: str, arguments: Sequence[Any]) -> tuple[str, int]:
         call = member.client.instance_id, member.client.call(name, arguments)

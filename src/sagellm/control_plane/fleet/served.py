@@ -14,23 +14,39 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.fleet import FailurePolicy
 from sagellm.core.protocols.router import Placement, RequestMetadata
 from sagellm.core.types import Request
 
 _MARK = "~"
-"""Between a request's id and the number of its attempt."""
+"""Between a front, a request's id and the number of its attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPolicy:
+    """`max_retries`: of a request whose instance was lost. `patience_s`: a request waits so long for an
+    instance. `hand_over_lease_s`, `on_failure`: of hand-overs (`HandOver`)."""
+
+    max_retries: int = 8
+    patience_s: float = 60.0
+    hand_over_lease_s: float = 10.0
+    on_failure: FailurePolicy = FailurePolicy.RECOMPUTE
+    seed: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class FleetRequest:
-    """One request of a client. `seed`: for instances that draw by position, if the client gave none: each
-    attempt has another id, and draws the same. `generated`: what has been handed out of its answer.
+    """One request of a client. `origin`: names the front, whose successor counts ids from 1 again.
+
+    `seed`: for instances that draw by position, if the client gave none: each attempt has another id, and
+    draws the same. `generated`: what has been handed out of its answer.
 
     `placement`: the instances of its attempt; None while it waits for one. `reason`: why it was begun again.
     `first_instance`: where its first token came from.
     """
 
     request: Request
+    origin: str = ""
     seed: int = 0
     attempt: int = 0
     generated: list[int] = field(default_factory=list)
@@ -47,7 +63,7 @@ class FleetRequest:
 
     @property
     def attempt_id(self) -> str:
-        return f"{self.request.request_id}{_MARK}{self.attempt}"
+        return f"{self.origin}{_MARK}{self.request.request_id}{_MARK}{self.attempt}"
 
     @property
     def instances(self) -> set[str]:
@@ -131,7 +147,6 @@ class ServedRequests:
         """The attempt is over; the request waits again."""
         self._end_attempt(served)
         served.attempt += 1
-        served.num_retries += 1
         served.queued_since_s, served.reason = now_s, reason
         self.waiting[served.request_id] = served
 

@@ -83,7 +83,8 @@ class TextDelta:
 
     `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
     A choice's first delta has `prompt_logprobs`, an entry for each prompt token, if the request asked for
-    them. `error` explains a `FinishReason.ERROR`. `queued_s`: how long the request waited for its first step.
+    them. `error` explains a `FinishReason.ERROR`, with HTTP's `error_status`. `queued_s`: how long the
+    request waited for its first step.
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class TextDelta:
     prompt_logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_status: int = 500
     is_last: bool = False
     queued_s: float | None = None
 

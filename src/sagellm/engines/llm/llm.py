@@ -440,6 +440,7 @@ class LLM:
             prompt_logprobs=stream.prompt_texts(output.prompt_logprobs),
             finish_reason=reason,
             error=output.error if reason is FinishReason.ERROR else None,
+            error_status=output.error_status,
             is_last=opened.request_id not in self._open,
             queued_s=opened.queued_s,
         )

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import Instances
-from sagellm.control_plane.fleet.engine import FleetEngine, FleetPolicy
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.fleet_instances import api_key, fleet_instances
 from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
@@ -63,14 +65,17 @@ class SupervisorLink:
 
 
 def run(options: Mapping[str, Any], inbox: Inbox) -> None:
-    """The entry of a child process. `options`: `config`, `key`, `listener` and `commands` (file numbers),
-    and `instances`: endpoint by name. Ends with the inbox, or after the message "stop"."""
+    """The entry of a child process. Ends with the inbox, or after the message "stop".
+
+    `options`: `config`, `key`, `listener` and `commands` (file numbers), `instances`: endpoint by name, and
+    `is_first`: whether it waits for all instances; a front that takes over serves with those that are there.
+    """
     config = Config.model_validate(options["config"])
     if config.model.name is not None and not Path(config.model.name).is_dir():
         config = located(config)  # a name of the hub; torch is imported for it
     fleet = config.fleet
     clock = MonotonicClock()
-    instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s)
+    instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s, ping_s=fleet.heartbeat_s)
     engine = FleetEngine(
         instances,
         _router(fleet, clock),
@@ -91,8 +96,10 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     tokenizer = tokenizer_of(config, folder)
     terms = _plain_terms(config, folder, tokenizer)
     _know_plain_servers(config, engine, instances, terms)
-    threading.Thread(target=_listen, args=(inbox, engine, apply), name="lifeline", daemon=True).start()
-    engine.wait_until_ready(fleet.start_timeout_s)
+    serving = threading.Event()
+    arguments = inbox, engine, apply, serving
+    threading.Thread(target=_listen, args=arguments, name="lifeline", daemon=True).start()
+    engine.wait_until_ready(fleet.start_timeout_s, all_of_them=options["is_first"])
     llm = LLM(
         engine,
         tokenizer,
@@ -100,7 +107,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         max_model_len=engine.max_model_len,
         defaults=tokenizer.default_sampling,
     )
-    log.info("the fleet is complete: %s", ", ".join(engine.members))
+    log.info("instances: %s", ", ".join(name for name, each in engine.members.items() if each.is_ready))
+    serving.set()
     serve(
         llm,
         config.server,
@@ -159,12 +167,16 @@ def _know_plain_servers(config: Config, engine: FleetEngine, instances: Instance
         engine.know(client)
 
 
-def _listen(inbox: Inbox, engine: FleetEngine, apply: Any) -> None:
-    """Carry out what the supervisor says. At its end this process drains as after SIGTERM."""
+def _listen(inbox: Inbox, engine: FleetEngine, apply: Any, serving: threading.Event) -> None:
+    """Carry out what the supervisor says. At its end this process drains as after SIGTERM, if it serves."""
     while (message := inbox.get()) is not None:
         told = json.loads(message)
         if "instances" in told:
             engine.call_soon(partial(apply, told["instances"]))
         elif told.get("stop"):
             break
-    signal.raise_signal(signal.SIGTERM)
+    if not serving.is_set():
+        os._exit(0)
+    while True:  # the server may not have its handler yet
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
-from sagellm.control_plane.fleet.instance_server import InstanceServer
+from sagellm.control_plane.fleet.instance_server import REPORT_S, InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.core.config import Config
 from sagellm.core.cores import keep_to
@@ -68,6 +68,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
         max_model_len=engine.max_model_len,
         kind=InstanceType(options["kind"]),
         events=events,
+        report_s=options.get("report_s", REPORT_S),
         hand_overs=hand_overs,
         transfers=b"" if hand_overs is None else hand_overs.transfers.channel.metadata(),
         actions={

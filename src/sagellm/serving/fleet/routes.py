@@ -18,6 +18,7 @@ from sagellm.control_plane.fleet_instances import group_of, instance_name
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.fleet_config import FleetConfig
+from sagellm.core.protocols.fleet import InstanceFacts
 from sagellm.engines.llm import LLM
 from sagellm.serving.errors import ConflictError, NotFoundError
 from sagellm.serving.fleet.scaling import FleetCounts, FleetScaling, fleet_counts
@@ -148,7 +149,7 @@ class FleetRoutes:
                 lifecycle.start(group, number)
                 name = instance_name(group, number)
                 await self._until(partial(_is_member, name, True), name)
-                await self._wait_for(name, 0)
+                await self._wait_for(name, None)
 
     async def remove(self, name: str) -> None:
         """Drain an instance and end it."""
@@ -204,17 +205,19 @@ class FleetRoutes:
 
     async def _restart(self, name: str, lifecycle: Lifecycle) -> None:
         await self._drain(name)
-        num_lost = await self.gateway.call(lambda llm: _engine(llm).members[name].num_lost)
-        lifecycle.restart(name)
-        await self._wait_for(name, num_lost + 1)
-        await self._set_draining(name, draining=False)
+        try:
+            facts = await self.gateway.call(lambda llm: _engine(llm).members[name].facts)
+            lifecycle.restart(name)
+            await self._wait_for(name, facts)
+        finally:
+            await self._set_draining(name, draining=False)
 
-    async def _wait_for(self, name: str, num_lost: int) -> None:
-        """Wait until an instance has been lost so often and is there again."""
+    async def _wait_for(self, name: str, former: InstanceFacts | None) -> None:
+        """Wait until an instance is there, as another process than before."""
 
         def is_there(llm: LLM) -> bool:
             member = _engine(llm).members[name]
-            return member.num_lost >= num_lost and member.is_ready and member.load is not None
+            return member.is_ready and member.load is not None and member.facts is not former
 
         await self._until(is_there, name, self.fleet.start_timeout_s)
 

@@ -58,6 +58,8 @@ class _Process:
     num_starts: int = 0
     restart_s: float | None = None
     wanted: bool = True
+    successor: FleetInstance | None = None
+    """Of a process that ends: what is to be started in its place."""
 
 
 class Supervisor:
@@ -74,8 +76,13 @@ class Supervisor:
         self._ended: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._reader, self._writer = os.pipe()
-        self._pool = host_pool(config.fleet)
-        self._know(fleet_instances(config.fleet))
+        self._num_fronts = 0
+        try:
+            self._pool = host_pool(config.fleet)
+            self._know(fleet_instances(config.fleet))
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     @property
     def pids(self) -> dict[str, int]:
@@ -130,6 +137,8 @@ class Supervisor:
         if not process.wanted:
             del self._processes[name]
             self._pool.release(name)
+            if process.successor is not None:
+                self._add(process.successor)
             return
         now_s = time.monotonic()
         if now_s - process.started_s >= STEADY_S:
@@ -144,9 +153,15 @@ class Supervisor:
         process = self._processes[name]
         process.restart_s, process.started_s = None, time.monotonic()
         process.num_starts += 1
+        self._num_fronts += name == FRONT
         role = self._front_role() if name == FRONT else process.role
         group: list[ProcessGroup] = []
-        process.group = ProcessGroup.start([role], lambda _reason: self._ended.put((name, group[0])))
+        try:
+            process.group = ProcessGroup.start([role], lambda _reason: self._ended.put((name, group[0])))
+        except OSError as error:  # no process can be made now
+            process.restart_s = time.monotonic() + LONGEST_BACKOFF_S
+            log.error("%s cannot be started: %s", name, error)
+            return
         group.append(process.group)
 
     # ---------------------------------------------------------------------------- what the front asks for
@@ -163,14 +178,20 @@ class Supervisor:
         match command:
             case {"command": "restart", "name": str(name)} if name in self._endpoints:
                 process = self._processes.get(name)
-                if process is not None and process.group is not None:
+                if process is not None:
                     process.num_starts = 0
-                    self._end_soon(name, process.group)
+                    if process.group is not None:
+                        self._end_soon(name, process.group)
+                    else:
+                        process.restart_s = time.monotonic()
             case {"command": "start", "group": str(group), "number": int(number)}:
                 kind = self._resolved.config.fleet.groups[group].type
                 instance = FleetInstance(instance_name(group, number), group, kind)
-                if instance.name not in self._processes:
+                former = self._processes.get(instance.name)
+                if former is None:
                     self._add(instance)
+                elif not former.wanted:
+                    former.successor = instance
             case {"command": "end", "name": str(name)} if name in self._processes and name != FRONT:
                 process = self._processes[name]
                 process.wanted = False
@@ -240,6 +261,7 @@ class Supervisor:
             "name": instance.name,
             "kind": instance.type.value,
             "endpoint": endpoint,
+            "report_s": self._resolved.config.fleet.heartbeat_s,
             "key": self._key.text,
             "config": _as_json(config),
             "cpus": sorted(lease.cpus),
@@ -253,6 +275,7 @@ class Supervisor:
             "instances": self._endpoints,
             "listener": self._listener.fileno(),
             "commands": self._writer,
+            "is_first": self._num_fronts == 1,
         }
         return Role(FRONT, FRONT_ENTRY, options, files=(self._listener.fileno(), self._writer))
 
