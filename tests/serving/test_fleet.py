@@ -184,6 +184,20 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--set", "fleet.router=costs", "--decode", "1"], "Did you mean 'cost'"),
+        (["--set", "fleet.admission=fido", "--decode", "1"], "Did you mean 'fifo'"),
+        (["--prefill", "0"], "--prefill"),
+    ],
+)
+def test_what_cannot_start_is_said_at_once(arguments: list[str], word: str) -> None:
+    refused = _run("serve", "--port", "0", *arguments)
+    assert refused.returncode == 2
+    assert word in refused.stderr
+
+
 def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     with running_fleet("--decode", "1", settings=SETTINGS) as fleet:
         pids = list(fleet.children().values())

@@ -38,7 +38,12 @@ def serve(
     settings: ServerSettings,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
-    resolved = settings.load(model=model.name, more=_counted(prefill, decode))
+    resolved = settings.load(model=model.name)
+    if counted := _counted(prefill, decode):
+        if resolved.config.fleet.groups:
+            groups = ", ".join(resolved.config.fleet.groups)
+            raise ConfigError(f"--prefill and --decode make groups, and the configuration has some: {groups}")
+        resolved = settings.load(model=model.name, more=counted)
     config = resolved.config
     if instance is not None:
         _serve_instance(resolved, instance)

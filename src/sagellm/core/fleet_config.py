@@ -161,6 +161,10 @@ class FleetConfig(Section):
         FailurePolicy.RECOMPUTE, "when KV does not come: recompute it there, or fail the request"
     )
     start_timeout_s: Seconds = key(600.0, "seconds in which an instance loads its model")
+    patience_s: Seconds = key(
+        300.0,
+        "seconds that a request waits while no instance serves, then it fails; full ones are waited for",
+    )
     drain_timeout_s: Seconds = key(
         60.0, "seconds that a drained instance has for its requests; the rest goes on elsewhere"
     )

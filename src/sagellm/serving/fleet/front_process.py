@@ -14,20 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
 from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.fleet_instances import api_key, fleet_instances
-from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
-from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
-from sagellm.core.fleet_config import FleetConfig
-from sagellm.core.protocols.router import Router
-from sagellm.core.registry import registry
 from sagellm.engines.build import located
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
@@ -35,6 +30,7 @@ from sagellm.engines.native.folder_files import ConfigJson, read_checked
 from sagellm.engines.native.tokenizer import Tokenizer
 from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
+from sagellm.serving.fleet.policies import make_admission, make_fleet_router
 from sagellm.serving.server import serve
 
 if TYPE_CHECKING:
@@ -50,6 +46,10 @@ class SupervisorLink:
 
     def __init__(self, descriptor: int) -> None:
         self._pipe = os.fdopen(descriptor, "wb", buffering=0)
+
+    def complete(self) -> None:
+        """Say that the fleet serves."""
+        self._send({"command": "complete"})
 
     def restart(self, name: str) -> None:
         self._send({"command": "restart", "name": name})
@@ -78,12 +78,13 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s, ping_s=fleet.heartbeat_s)
     engine = FleetEngine(
         instances,
-        _router(fleet, clock),
+        make_fleet_router(fleet, clock),
         PrefixIndex(clock),
         _check,
         clock=clock,
-        admission=AdmissionController({"name": fleet.admission, **fleet.admission_options}, clock=clock),
+        admission=make_admission(fleet, clock),
         policy=FleetPolicy(
+            patience_s=fleet.patience_s,
             hand_over_lease_s=fleet.handover_lease_s,
             on_failure=fleet.handover_policy,
             seed=config.engine.seed,
@@ -108,6 +109,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         defaults=tokenizer.default_sampling,
     )
     log.info("instances: %s", ", ".join(name for name, each in engine.members.items() if each.is_ready))
+    link = SupervisorLink(options["commands"])
+    link.complete()
     serving.set()
     serve(
         llm,
@@ -117,16 +120,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         log_format=config.log.format,
         log_requests=config.log.requests,
         config=config,
-        lifecycle=SupervisorLink(options["commands"]),
+        lifecycle=link,
     )
-
-
-def _router(fleet: FleetConfig, clock: Clock) -> Router:
-    """The configured router. `fleet.separation` goes to one that separates."""
-    options = {"name": fleet.router, **fleet.router_options}
-    if "separation" in registry("router").options(fleet.router):
-        options["separation"] = {"name": fleet.separation, **fleet.separation_options}
-    return make_router(options, clock)
 
 
 def _check(request: Any, capability: Any, max_model_len: int) -> None:

@@ -29,15 +29,20 @@ from sagellm.serving.schema import Body
 _LOOK_S = 0.05
 
 
+State = Literal["starting", "ready", "draining", "drained", "lost", "refused"]
+
+
 class InstanceStatus(Body):
-    """One instance. `state`: `lost` until it is connected again; `fault` says why it gets no requests.
+    """One instance. `state`: `starting` until it is connected first, `lost` until it is again.
+
+    `fault`: why it gets no requests.
 
     `num_requests`: of this front. `num_placed`: how many it was given since the front began.
     """
 
     name: str
     type: str
-    state: Literal["ready", "draining", "drained", "lost", "refused"]
+    state: State
     pid: int | None = None
     fault: str = ""
     num_requests: int = 0
@@ -142,6 +147,8 @@ class FleetRoutes:
         async with self._busy:
             members = await self.gateway.call(lambda llm: list(_engine(llm).members))
             own = [name for name in members if group_of(name, self.fleet) == group]
+            if not count and len(own) == len(members):
+                raise ConflictError("the fleet would have no instance: scale another group up first")
             for name in sorted(own, key=_number)[count:]:
                 await self._remove(name, lifecycle)
             free = (n for n in itertools.count() if instance_name(group, n) not in own)
@@ -267,11 +274,13 @@ def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
     return (name in _engine(llm).members) is wanted
 
 
-def _state(member: Member, num_requests: int) -> Literal["ready", "draining", "drained", "lost", "refused"]:
+def _state(
+    member: Member, num_requests: int
+) -> Literal["starting", "ready", "draining", "drained", "lost", "refused"]:
     if member.fault:
         return "refused"
     if member.facts is None:
-        return "lost"
+        return "lost" if member.num_lost else "starting"
     if member.draining:
         return "draining" if num_requests else "drained"
     return "ready"

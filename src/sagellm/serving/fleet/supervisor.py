@@ -31,11 +31,13 @@ from sagellm.control_plane.fleet_instances import (
     instance_name,
     shared_key,
 )
+from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.config_layers import Resolved
 from sagellm.core.errors import CapacityError, EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
 from sagellm.serving.fleet.chips import host_pool
+from sagellm.serving.fleet.policies import make_admission, make_fleet_router
 
 log = logging.getLogger("sagellm.fleet")
 FRONT = "front"
@@ -68,6 +70,8 @@ class Supervisor:
     def __init__(self, resolved: Resolved, listener: socket.socket) -> None:
         self._resolved, self._listener = resolved, listener
         config = resolved.config
+        make_fleet_router(config.fleet, MonotonicClock())
+        make_admission(config.fleet, MonotonicClock())
         given = shared_key(config.fleet)
         self._key = FleetKey.new() if given is None else FleetKey(given)
         self._folder = Path(tempfile.mkdtemp(prefix="sagellm-fleet-"))
@@ -76,7 +80,7 @@ class Supervisor:
         self._ended: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._reader, self._writer = os.pipe()
-        self._num_fronts = 0
+        self._num_fronts, self._is_complete = 0, False
         try:
             self._pool = host_pool(config.fleet)
             self._know(fleet_instances(config.fleet))
@@ -141,6 +145,8 @@ class Supervisor:
                 self._add(process.successor)
             return
         now_s = time.monotonic()
+        if name == FRONT and not self._is_complete and " failed: " in (group.failure or ""):
+            raise EngineFailedError(f"the fleet cannot start: {group.failure}")
         if now_s - process.started_s >= STEADY_S:
             process.num_starts = 0
         if process.num_starts >= MAX_STARTS and name == FRONT:
@@ -176,6 +182,8 @@ class Supervisor:
 
     def _carry_out(self, command: Mapping[str, Any]) -> None:
         match command:
+            case {"command": "complete"}:
+                self._is_complete = True
             case {"command": "restart", "name": str(name)} if name in self._endpoints:
                 process = self._processes.get(name)
                 if process is not None:
@@ -243,7 +251,10 @@ class Supervisor:
         assignment = self._pool.assign(needs)
         self._pool.reserve(assignment)
         for name, reason in assignment.reasons.items():
-            log.info("%s has %s", name, reason)
+            log.debug("%s has %s", name, reason)
+        for lease in assignment.leases:
+            cores = f", {len(lease.cores)} CPU cores of its own" if lease.has_own_cores else ""
+            log.info("%s runs on %s%s", lease.owner, ", ".join(lease.chips), cores)
         leases = {lease.owner: lease for lease in assignment.leases}
         for instance in instances:
             if instance.server is not None:  # the front speaks to it by itself
