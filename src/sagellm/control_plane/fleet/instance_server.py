@@ -452,6 +452,7 @@ class InstanceServer:
         socket = self._context.socket(zmq.ROUTER)
         key.secure_server(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.LINGER, 0)  # now: connections keep what holds when they are made
         socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
