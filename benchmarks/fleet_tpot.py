@@ -16,7 +16,7 @@ import json
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,7 +132,7 @@ def measure(config: Config, folder: Path, asked: argparse.Namespace) -> dict[str
     ratios = [front_ms / alone_ms for alone_ms, front_ms in zip(*spent.values(), strict=True)]
     summary = {way: median(each) for way, each in spent.items()} | {"ratio": median(ratios)}
     summary["equal"] = num_equal / ((asked.rounds + 1) * asked.rows)
-    return {"environment": environment(), "rows": asked.rows, "summary": summary, "rounds_ms": spent}
+    return {"environment": asdict(environment()), "rows": asked.rows, "summary": summary, "rounds_ms": spent}
 
 
 if __name__ == "__main__":
