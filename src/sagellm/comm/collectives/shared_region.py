@@ -144,7 +144,7 @@ class SharedRegion:
             if self._clock.now() > deadline_s:
                 missing = ", ".join(str(rank) for rank in np.flatnonzero(states == 0))
                 raise CommError(f"no sign of rank {missing} of the group within {self._timeout_s:g} s")
-            for rank in np.flatnonzero(states).tolist():
+            for rank in np.flatnonzero(states.copy()).tolist():  # others write to it
                 reason = self.why_unable(rank)
                 if reason is not None and not states.all():  # else it may have done its part
                     raise CommError(f"{reason} before all ranks had joined")
