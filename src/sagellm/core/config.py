@@ -166,6 +166,11 @@ class KVConfig(Section):
         return groups
 
     @property
+    def group_of(self) -> dict[str, str]:
+        """By tenant, the group with which it shares cached prefixes."""
+        return {name: group for group, names in self.sharing_groups.items() for name in names}
+
+    @property
     def has_tiers(self) -> bool:
         """Whether KV is kept below the device."""
         return bool(self.host_gb or self.disk_gb or self.remote_url)

@@ -90,7 +90,7 @@ def build_kv(
         groups=groups,
         max_chunk=max_chunk,
         checkpoints=_checkpoints(config, state_pages),
-        sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
+        sharing_groups=config.group_of,
         max_pinned_share=config.max_pinned_share,
         tiers=None if tiers is None else tiers(index, pool),
         arrivals=PrefixArrivals(index, pool) if takes_arrivals else None,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +12,9 @@ from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.core.protocols.kv_transfer import TransferStatus
 from tests.comm.kv_transfer.world import KEY, SIZE, Instance, finish, prompt, until
+from tests.cut_network import ROOT, CutNetwork
 
 pytestmark = pytest.mark.root
-ROOT = Path(__file__).resolve().parents[3]
-SPACE, NEAR, FAR = f"sagellm{os.getpid()}", f"sgn{os.getpid()}", f"sgf{os.getpid()}"
 BLOCKS = 400
 OPTIONS = ChannelOptions(
     chunk_bytes=3000, credits=2, stall_s=1.0, offer_wait_s=0.5, backoff_s=0.05, num_retries=1
@@ -34,33 +31,17 @@ while True:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 @pytest.fixture
-def namespace() -> Iterator[None]:
-    ip("netns", "add", SPACE)
-    try:
-        ip("link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", SPACE)
-        ip("addr", "add", "10.123.77.1/24", "dev", NEAR)
-        ip("-n", SPACE, "addr", "add", "10.123.77.2/24", "dev", FAR)
-        ip("link", "set", NEAR, "up")
-        ip("-n", SPACE, "link", "set", FAR, "up")
-        yield
-    finally:
-        ip("netns", "del", SPACE)
+def network() -> Iterator[CutNetwork]:
+    with CutNetwork("10.123.77.1", "10.123.77.2").made() as made:
+        yield made
 
 
-@pytest.mark.usefixtures("namespace")
-def test_a_cut_and_what_follows_it() -> None:
+def test_a_cut_and_what_follows_it(network: CutNetwork) -> None:
     """The transfer is reported as failed in time; once the network is back, only the rest is sent."""
     me = Instance("test", TcpTransport(KEY, host="10.123.77.1", port=0), num_blocks=512, options=OPTIONS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    peer = subprocess.Popen(
-        ["ip", "netns", "exec", SPACE, sys.executable, "-c", PEER],
-        stdout=subprocess.PIPE, env=environment, cwd=ROOT,
-    )  # fmt: skip
+    command = network.command(sys.executable, "-c", PEER)
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, env=network.environment, cwd=ROOT)
     try:
         assert peer.stdout is not None
         me.channel.add_peer(peer.stdout.readline())
@@ -68,10 +49,10 @@ def test_a_cut_and_what_follows_it() -> None:
         me.compute(tokens)
         ticket = me.send(tokens, "peer")
         until(lambda: me.channel._sender._transfers[ticket.transfer_id].num_bytes > 100_000, me)
-        ip("link", "set", NEAR, "down")
+        network.cut()
         report = finish(me, ticket)
         assert report.status is TransferStatus.RETRY
-        ip("link", "set", NEAR, "up")
+        network.heal()
         for _ in range(20):
             again = finish(me, me.send(tokens, "peer"))
             if again.status is TransferStatus.DONE:

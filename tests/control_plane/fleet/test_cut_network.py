@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ import pytest
 
 from tests.builders import expected_tokens, request
 from tests.control_plane.fleet.scene import Scene, is_done
+from tests.cut_network import ROOT, CutNetwork
 
 pytestmark = pytest.mark.root
-ROOT = Path(__file__).resolve().parents[3]
-SPACE, NEAR, FAR = f"sagellmf{os.getpid()}", f"sfn{os.getpid()}", f"sff{os.getpid()}"
 PROMPT = list(range(1, 30))
 LEASE_S = 1.5
 PEER = """
@@ -38,31 +36,17 @@ while True:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 @pytest.fixture
-def namespace() -> Iterator[None]:
-    ip("netns", "add", SPACE)
-    try:
-        ip("link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", SPACE)
-        ip("addr", "add", "10.123.78.1/24", "dev", NEAR)
-        ip("-n", SPACE, "addr", "add", "10.123.78.2/24", "dev", FAR)
-        ip("link", "set", NEAR, "up")
-        ip("-n", SPACE, "link", "set", FAR, "up")
-        yield
-    finally:
-        ip("netns", "del", SPACE)
+def network() -> Iterator[CutNetwork]:
+    with CutNetwork("10.123.78.1", "10.123.78.2").made() as made:
+        yield made
 
 
-@pytest.mark.usefixtures("namespace")
-def test_a_cut_and_what_follows_it(tmp_path: Path) -> None:
+def test_a_cut_and_what_follows_it(tmp_path: Path, network: CutNetwork) -> None:
     """Requests go on elsewhere, the instance drops them after its lease, and serves again once healed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     output = (tmp_path / "far.out").open("w+")
-    command = ["ip", "netns", "exec", SPACE, sys.executable, "-c", PEER]
-    with subprocess.Popen(command, stdout=output, env=environment, cwd=ROOT) as peer:
+    command = network.command(sys.executable, "-c", PEER)
+    with subprocess.Popen(command, stdout=output, env=network.environment, cwd=ROOT) as peer:
         scene = Scene(tmp_path, 1, lease_s=LEASE_S)
         try:
             scene.front.know(scene.instances.add("far", "tcp://10.123.78.2:5701"))
@@ -72,7 +56,7 @@ def test_a_cut_and_what_follows_it(tmp_path: Path) -> None:
             scene.until(lambda: all(len(scene.tokens.get(f"r{n}", ())) > 3 for n in range(6)))
             assert "far" in scene.router.placed
             began_s = scene.clock.now()
-            ip("link", "set", NEAR, "down")
+            network.cut()
             scene.until(lambda: scene.front.members["far"].facts is None)
             assert scene.clock.now() - began_s < 5.0
             scene.finish()
@@ -85,7 +69,7 @@ def test_a_cut_and_what_follows_it(tmp_path: Path) -> None:
                 scene.turn()
             output.flush()
             assert (tmp_path / "far.out").read_text().splitlines()[-1] == "0 0"
-            ip("link", "set", NEAR, "up")
+            network.heal()
             scene.until(lambda: scene.front.members["far"].load is not None)
             scene.front.drain("i-0")
             scene.front.add(request("again", PROMPT, 5))

@@ -30,6 +30,7 @@ from sagellm.engines.native.folder_files import ConfigJson, read_checked
 from sagellm.engines.native.tokenizer import Tokenizer
 from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
+from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.serving.fleet.policies import make_admission, make_fleet_router
 from sagellm.serving.server import serve
 
@@ -83,6 +84,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         _check,
         clock=clock,
         admission=make_admission(fleet, clock),
+        namespace_of=SharingGroups(config.kv.group_of).namespace_of,
         policy=FleetPolicy(
             patience_s=fleet.patience_s,
             hand_over_lease_s=fleet.handover_lease_s,

@@ -45,7 +45,7 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 STEADY_S = 3.0
 """Only a process that ends sooner is on its way into a loop: between its starts is more and more time."""
 MAX_STARTS = 5
-"""A process that ends so often in a row before it has run for `STEADY_S` ends the fleet, if none ever ran."""
+"""A front that ends so often in a row, each time within `STEADY_S`, ends the fleet."""
 INSTANCE_ENTRY = "sagellm.serving.fleet.instance_process:run"
 FRONT_ENTRY = "sagellm.serving.fleet.front_process:run"
 
