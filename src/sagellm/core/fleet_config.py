@@ -156,6 +156,10 @@ class FleetConfig(Section):
     admission_options: dict[str, Any] = key({}, "its options")
     heartbeat_s: Seconds = key(0.25, "seconds between signs of life, and between load reports")
     lease_s: Seconds = key(2.0, "seconds without a sign of life after which the other side counts as gone")
+    silence_s: Seconds = key(
+        300.0,
+        "seconds without a report after which an engine counts as hung; above its longest step",
+    )
     handover_lease_s: Seconds = key(10.0, "seconds that a decode instance waits for a sign of a transfer")
     handover_policy: FailurePolicy = key(
         FailurePolicy.RECOMPUTE, "when KV does not come: recompute it there, or fail the request"

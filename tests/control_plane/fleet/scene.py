@@ -82,13 +82,14 @@ class Scene:
         *,
         policy: FleetPolicy | None = None,
         lease_s: float = 10.0,
+        silence_s: float = 300.0,
         exchanges: bool = False,
         router: InTurn | None = None,
     ):
         self.folder, self.clock = folder, MonotonicClock()
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
-        self.instances = Instances(KEY, self.clock, lease_s=lease_s)
+        self.instances = Instances(KEY, self.clock, lease_s=lease_s, silence_s=silence_s)
         self.router = router or InTurn()
         self.network = InProcessNetwork(threaded=False) if exchanges else None
         self.prefixes = PrefixIndex(self.clock)

@@ -249,6 +249,22 @@ def test_moves_that_an_operator_wants_are_no_retries(tmp_path: Path) -> None:
     scene.close()
 
 
+def test_an_engine_that_hangs_is_left(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 2, silence_s=1.5)
+    for number in range(2):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 40))
+    scene.until(lambda: all(len(scene.tokens.get(f"r{number}", ())) > 3 for number in range(2)))
+    hung = scene.servers.pop("i-0")  # its socket is open, and ZeroMQ answers for it
+    scene.finish()
+    for number in range(2):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 40)
+    assert not scene.front.members["i-0"].is_ready
+    scene.servers["i-0"] = hung
+    scene.until(lambda: scene.front.members["i-0"].is_ready)
+    scene.until(lambda: not scene.engine("i-0").stats().num_running)
+    scene.close()
+
+
 def test_full_instances_are_waited_for(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 1, policy=FleetPolicy(patience_s=0.2))
     for number in range(40):

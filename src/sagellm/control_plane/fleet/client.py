@@ -72,6 +72,8 @@ CONNECT_S = 1.0
 GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
+HUNG_S = 300.0
+"""An instance reports between its steps. Without a word for so long its engine hangs."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
 _ENDS: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there",
@@ -100,11 +102,13 @@ class RemoteInstance:
         *,
         lease_s: float,
         ping_s: float,
+        silence_s: float,
         front_id: str,
     ) -> None:
         self._id, self.endpoint, self._key = instance_id, endpoint, key
         self._context, self._clock, self._lease_s = context, clock, lease_s
         self._ping_s, self._front_id, self._takes_over = ping_s, front_id, True
+        self._silence_s, self._heard_s = silence_s, 0.0
         self._facts: InstanceFacts | None = None
         self._events: list[InstanceEvent] = []
         self._calls: dict[int, str] = {}
@@ -177,7 +181,11 @@ class RemoteInstance:
                 self._connect()
         elif now_s >= self._pinged_s + self._ping_s:
             self._pinged_s = now_s
-            if self._facts is not None:
+            if self._facts is not None and now_s > self._heard_s + self._silence_s:
+                self._end(
+                    f"it has said nothing for {self._silence_s:g} s: its engine hangs, or a step is longer"
+                )
+            elif self._facts is not None:
                 self._send(AlivePing())
             elif now_s > self._since_s + (GREETING_S if self._has_handshake else CONNECT_S):
                 self._end("it has not answered" if self._has_handshake else "no connection in time")
@@ -222,6 +230,7 @@ class RemoteInstance:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._heard_s = self._clock.now()
             try:
                 self._take(data)
             except MessageError as error:
@@ -319,8 +328,17 @@ class WakingClient(EngineClient, Protocol):
 class Instances:
     """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
 
-    def __init__(self, key: FleetKey, clock: Clock, *, lease_s: float = 10.0, ping_s: float = PING_S) -> None:
-        self._key, self._clock, self._lease_s, self._ping_s = key, clock, lease_s, ping_s
+    def __init__(
+        self,
+        key: FleetKey,
+        clock: Clock,
+        *,
+        lease_s: float = 10.0,
+        ping_s: float = PING_S,
+        silence_s: float = HUNG_S,
+    ) -> None:
+        self._key, self._clock, self._lease_s = key, clock, lease_s
+        self._ping_s, self._silence_s = ping_s, silence_s
         self._front_id = secrets.token_hex(8)
         self._context = zmq.Context()
         self._bell = Doorbell()
@@ -334,7 +352,7 @@ class Instances:
             former.close()
         made = RemoteInstance(
             instance_id, endpoint, self._key, self._context, self._clock,
-            lease_s=self._lease_s, ping_s=self._ping_s, front_id=self._front_id,
+            lease_s=self._lease_s, ping_s=self._ping_s, silence_s=self._silence_s, front_id=self._front_id,
         )  # fmt: skip
         self._known[instance_id] = made
         return made

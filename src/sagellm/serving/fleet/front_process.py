@@ -76,7 +76,13 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         config = located(config)  # a name of the hub; torch is imported for it
     fleet = config.fleet
     clock = MonotonicClock()
-    instances = Instances(FleetKey(options["key"]), clock, lease_s=fleet.lease_s, ping_s=fleet.heartbeat_s)
+    instances = Instances(
+        FleetKey(options["key"]),
+        clock,
+        lease_s=fleet.lease_s,
+        ping_s=fleet.heartbeat_s,
+        silence_s=fleet.silence_s,
+    )
     engine = FleetEngine(
         instances,
         make_fleet_router(fleet, clock),
