@@ -21,7 +21,7 @@ from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
 from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.fleet_instances import api_key, fleet_instances
 from sagellm.control_plane.router.prefix_index import PrefixIndex
-from sagellm.core.clock import MonotonicClock
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.engines.build import located
 from sagellm.engines.llm import LLM
@@ -83,21 +83,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         ping_s=fleet.heartbeat_s,
         silence_s=fleet.silence_s,
     )
-    engine = FleetEngine(
-        instances,
-        make_fleet_router(fleet, clock),
-        PrefixIndex(clock),
-        _check,
-        clock=clock,
-        admission=make_admission(fleet, clock),
-        namespace_of=SharingGroups(config.kv.group_of).namespace_of,
-        policy=FleetPolicy(
-            patience_s=fleet.patience_s,
-            hand_over_lease_s=fleet.handover_lease_s,
-            on_failure=fleet.handover_policy,
-            seed=config.engine.seed,
-        ),
-    )
+    engine = _engine(config, instances, clock)
     apply = partial(_apply, engine, instances)
     apply(options["instances"])
     listener = socket.socket(fileno=options["listener"])
@@ -129,6 +115,25 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         log_requests=config.log.requests,
         config=config,
         lifecycle=link,
+    )
+
+
+def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
+    fleet = config.fleet
+    return FleetEngine(
+        instances,
+        make_fleet_router(fleet, clock),
+        PrefixIndex(clock),
+        _check,
+        clock=clock,
+        admission=make_admission(fleet, clock),
+        namespace_of=SharingGroups(config.kv.group_of).namespace_of,
+        policy=FleetPolicy(
+            patience_s=fleet.patience_s,
+            hand_over_lease_s=fleet.handover_lease_s,
+            on_failure=fleet.handover_policy,
+            seed=config.engine.seed,
+        ),
     )
 
 
