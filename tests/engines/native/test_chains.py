@@ -248,8 +248,9 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
                 for choice in completion.choices:
                     ids = [entry.token_id for entry in choice.logprobs]
                     found.append((choice.text, choice.token_ids, choice.finish_reason, ids))
-        num_accepted = llm.diagnostics().num_accepted_tokens
-        assert num_accepted <= llm.diagnostics().num_proposed_tokens
+        counts = llm.diagnostics().speculation
+        num_accepted = sum(counts.accepted)
+        assert num_accepted <= sum(counts.proposed)
         llm.close()
         return found, num_accepted
 
