@@ -240,7 +240,15 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
     ]
 
     def texts(method: str, overlap: bool) -> tuple[list[object], int]:
-        llm = load(None, {**settings, "speculative.method": method, "engine.overlap": overlap})
+        llm = load(
+            None,
+            {
+                **settings,
+                "speculative.method": method,
+                "engine.overlap": overlap,
+                "speculative.adaptive": False,
+            },
+        )
         found: list[object] = []
         for one in params:
             for completion in llm.generate(prompts, one):

@@ -97,7 +97,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Request:
-    """`wait`: steps until it is asked again. `pause`: the next such number, 0 while its chains pay."""
+    """`wait`: steps until it is asked again. `pause`: the last such number, 0 while its chains pay."""
 
     counts: _Counts
     wait: int = 0
@@ -105,7 +105,7 @@ class _Request:
 
 
 class ChainLengths:
-    """Owns what is known of requests and of step times, for the life of an engine."""
+    """Owns what an engine knows of acceptance and of step times."""
 
     def __init__(self) -> None:
         self.times = VerifyTimes()
@@ -124,8 +124,7 @@ class ChainLengths:
             self._plain[num_rows.bit_length()] = num_before + 1, self._num_steps
 
     def may_propose(self, request_id: str) -> bool:
-        """Whether to ask the proposer in this step. False while the request pauses, which it does less long
-        with each call."""
+        """Whether to ask the proposer in this step. Each call shortens a pause by one."""
         request = self._requests.get(request_id)
         if request is None or not request.wait:
             return True
@@ -135,7 +134,7 @@ class ChainLengths:
     def choose(
         self, proposals: Sequence[tuple[str, int]], num_rows: int, num_prompt_tokens: int
     ) -> list[int]:
-        """How many tokens of each proposal to verify; `proposals` are request ids and numbers of tokens.
+        """How many tokens of each proposal to verify. `proposals`: request ids and numbers of tokens.
 
         The step has `num_rows` requests in decode and so many prompt tokens. Takes proposed tokens in the
         order of their chances, as many as make most tokens per second; prompt tokens count too, so chains do
@@ -175,7 +174,7 @@ class ChainLengths:
         self._request(request_id).counts.add(num_proposed, num_accepted, KEPT)
 
     def rate(self, request_id: str) -> float:
-        """The chance that a proposed token of the request is accepted if those before it are."""
+        """The chance that a token is accepted if those before it are."""
         request = self._requests.get(request_id)
         prior = self._all.rate(FIRST_RATE)
         return prior if request is None else request.counts.rate(prior)
@@ -199,7 +198,7 @@ class ChainLengths:
 
 
 def _size_class(num_positions: int) -> int:
-    """The number itself up to 64; above, the lowest of its class: 16 for each power of two."""
+    """The number itself up to 64. Above, each power of two has 16 classes."""
     if num_positions <= EXACT_POSITIONS:
         return num_positions
     width = (1 << (num_positions.bit_length() - 1)) // PARTS_OF_OCTAVE

@@ -81,11 +81,10 @@ def summed_diagnostics(known: Sequence[EngineDiagnostics]) -> EngineDiagnostics:
 
 
 def _speculation(known: Sequence[SpeculationCounts]) -> SpeculationCounts:
-    proposed, accepted = (
-        [sum(counts) for counts in zip_longest(*each, fillvalue=0)]
-        for each in ([one.proposed for one in known], [one.accepted for one in known])
-    )
-    return SpeculationCounts(proposed, accepted, sum(each.saved_s for each in known))
+    proposed = zip_longest(*(each.proposed for each in known), fillvalue=0)
+    accepted = zip_longest(*(each.accepted for each in known), fillvalue=0)
+    saved_s = sum(each.saved_s for each in known)
+    return SpeculationCounts(tuple(map(sum, proposed)), tuple(map(sum, accepted)), saved_s)
 
 
 def _added(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

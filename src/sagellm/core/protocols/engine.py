@@ -35,7 +35,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """What speculative decoding has done: tokens that were proposed and accepted, by position in their chain.
+    """Tokens that were proposed and accepted, by position in their chain.
 
     `saved_s`: time of decoding steps that accepted tokens saved, less what steps with chains took longer;
     negative if it has lost time, 0 where it is not measured.
