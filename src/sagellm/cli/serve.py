@@ -120,12 +120,19 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
 
     Raises `ConfigError` if it has none, or if the file names no key.
     """
-    from sagellm.control_plane.fleet_instances import elsewhere, instance_config, shared_key
+    from sagellm.control_plane.fleet_instances import (
+        elsewhere,
+        instance_config,
+        number_on_host,
+        publishing,
+        shared_key,
+    )
     from sagellm.serving.fleet.instance_process import instance_server, serve_instance
 
     found, key = elsewhere(name, resolved.config.fleet), shared_key(resolved.config.fleet)
     host, _, port = found.address.removeprefix("tcp://").rpartition(":")
-    config = instance_config(resolved, found.group)
+    number = number_on_host(name, resolved.config.fleet)
+    config = publishing(instance_config(resolved, found.group), resolved.config.events, name, number)
     set_up_logging(config.log.level, config.log.format)
     server = instance_server(
         {
@@ -135,6 +142,7 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
             "endpoint": f"tcp://*:{port}",
             "key": key,
             "config": config.model_dump(mode="json"),
+            "rank": number,
             "host": host,
         }
     )
@@ -155,13 +163,5 @@ def event_bus(config: Config) -> Iterator[EventBus]:
         return
     from sagellm.control_plane.kv_events import KVEventPublisher
 
-    with KVEventPublisher(
-        bus,
-        events.endpoint,
-        events.replay_endpoint,
-        events.topic,
-        block_size=config.kv.block_size,
-        buffer_steps=events.buffer_steps,
-        hash_form=events.hash_form,
-    ):
+    with KVEventPublisher.of(bus, events, config.kv.block_size):
         yield bus

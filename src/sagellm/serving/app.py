@@ -90,7 +90,9 @@ def create_app(
         )
     app.add_middleware(AccessLog, request_log=request_log)
     reader = RequestReader(settings, model_name or llm.model_name)
-    fleet = FleetRoutes(gateway, reader, (config or Config()).fleet, lifecycle)
+    fleet = FleetRoutes(
+        gateway, reader, (config or Config()).fleet, lifecycle, began_s=llm.engine.clock.now()
+    )
     _add_routes(app, _handlers(gateway, reader, config, wall_clock, fleet), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
     app.openapi = cache(described)  # type: ignore[method-assign] # in place of FastAPI's
@@ -218,6 +220,7 @@ def _handlers(
         ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
         ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
         ("GET", "/v1/fleet"): fleet.status,
+        ("GET", "/v1/admin/fleet/instances/{name}"): fleet.instance,
         ("POST", "/v1/admin/fleet/drain"): fleet.drain,
         ("POST", "/v1/admin/fleet/resume"): fleet.resume,
         ("POST", "/v1/admin/fleet/restart"): fleet.restart,

@@ -48,6 +48,7 @@ from sagellm.control_plane.fleet.messages import (
     output_of,
     result_of,
 )
+from sagellm.control_plane.fleet.record import InstanceRecord
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, SageError
@@ -112,6 +113,8 @@ class RemoteInstance:
         self._facts: InstanceFacts | None = None
         self._events: list[InstanceEvent] = []
         self._calls: dict[int, str] = {}
+        self._look_id: int | None = None
+        self.record = InstanceRecord(clock)
         self._call_ids = itertools.count(1)
         self._socket: zmq.SyncSocket | None = None
         self._monitor: zmq.SyncSocket | None = None
@@ -148,6 +151,7 @@ class RemoteInstance:
         self._post(Submit(request, hand_over, onward))
 
     def abort(self, request_id: str) -> None:
+        self.record.drop(request_id)
         self._post(Abort(request_id))
 
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
@@ -171,7 +175,15 @@ class RemoteInstance:
         self._read()
         self._look()
         events, self._events = self._events, []
+        for event in events:
+            self.record.take(event)
         return events
+
+    def look(self) -> bool:
+        """Ask for its diagnostics; one question at a time."""
+        if self._facts is not None and self._look_id is None:
+            self._look_id = self.call("diagnostics")
+        return self._look_id is not None
 
     def tick(self) -> None:
         """Do what is due: connect again, ping, or give up a connection."""
@@ -261,6 +273,11 @@ class RemoteInstance:
                 return [RequestRefused(request_id, error_of(error))]
             case CallAnswer(call_id, result, fault):
                 name = self._calls.pop(call_id, None)
+                if call_id == self._look_id:
+                    self._look_id = None
+                    if fault is None:
+                        self.record.diagnosed(result_of("diagnostics", result))
+                    return []
                 if name is not None and fault is not None:
                     return [CallResult(call_id, error=error_of(fault))]
                 if name is not None:
@@ -305,6 +322,7 @@ class RemoteInstance:
         for call_id in self._calls:
             self._events.append(CallResult(call_id, error=SageError(f"{self._id}: {reason}")))
         self._calls.clear()
+        self._look_id = None
         if self._facts is not None:
             self._facts = None
             self._events.append(InstanceLost(reason))

@@ -104,6 +104,8 @@ class InstanceFacts:
     others need to send KV to it (`KVTransferChannel.metadata`); empty: it takes none, and sends none.
     `capability.dtype` is empty where it is not known. `draws_by_position`: a sampled token depends on the
     request's seed and its position alone, so an answer may go on there as it would have gone on elsewhere.
+    `version`: of its software. `uptime_s`: since it began to serve. `kv_events`, `kv_replay`: where it
+    publishes KV events for others; empty: nowhere.
     """
 
     instance_id: str
@@ -114,6 +116,10 @@ class InstanceFacts:
     pid: int = 0
     transfers: bytes = b""
     draws_by_position: bool = True
+    version: str = ""
+    uptime_s: float = 0.0
+    kv_events: str = ""
+    kv_replay: str = ""
 
 
 class Connected(NamedTuple):

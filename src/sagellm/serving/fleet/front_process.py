@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.fleet.record import RecordedClient
 from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.fleet_instances import api_key, fleet_instances
 from sagellm.control_plane.router.prefix_index import PrefixIndex
@@ -175,12 +176,21 @@ def _know_plain_servers(config: Config, engine: FleetEngine, instances: Instance
         engine.know(client)
 
 
+def _note_ends(engine: FleetEngine, reasons: Mapping[str, str]) -> None:
+    """Remember why processes of instances have ended."""
+    for name, reason in reasons.items():
+        if name in engine.members:
+            cast(RecordedClient, engine.members[name].client).record.fail(reason)
+
+
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any, serving: threading.Event) -> None:
     """Carry out what the supervisor says. At its end this process drains as after SIGTERM, if it serves."""
     while (message := inbox.get()) is not None:
         told = json.loads(message)
         if "instances" in told:
             engine.call_soon(partial(apply, told["instances"]))
+        elif "ended" in told:
+            engine.call_soon(partial(_note_ends, engine, told["ended"]))
         elif told.get("stop"):
             break
     if not serving.is_set():

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import sagellm
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.control_plane.fleet.instance_server import REPORT_S, InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
+from sagellm.control_plane.kv_events import KVEventPublisher
 from sagellm.core.config import Config
 from sagellm.core.cores import keep_to
 from sagellm.core.errors import ConfigError
@@ -48,18 +50,25 @@ def serve_instance(server: InstanceServer) -> None:
         server.close()
         if server.hand_overs is not None:
             server.hand_overs.close()
+        if server.publisher is not None:
+            server.publisher.close()
         server.engine.close()
 
 
 def instance_server(options: Mapping[str, Any]) -> InstanceServer:
-    """The server of one instance. `options`: `name`, `kind`, `endpoint`, `key`, `config`, `host`.
+    """The server of one instance. `options`: `name`, `kind`, `endpoint`, `key`, `config`, `rank`, `host`.
 
-    `host`: where its KV is reached by TCP; empty: by shared memory, from this host alone.
+    It publishes KV events if `config` says where. `rank`: its number among those of its host. `host`: where
+    its KV is reached by TCP; empty: by shared memory, from this host alone.
     """
     name, key, config = options["name"], FleetKey(options["key"]), Config.model_validate(options["config"])
     events = EventBus()
     engine = build_engine(located(config), events=events)
     hand_overs = _hand_overs(engine, name, key, options.get("host", ""))
+    publisher = None
+    if config.events.endpoint is not None:
+        rank = options.get("rank", 0)
+        publisher = KVEventPublisher.of(events, config.events, config.kv.block_size, rank=rank)
     server = InstanceServer(
         name,
         engine,
@@ -69,6 +78,8 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
         kind=InstanceType(options["kind"]),
         events=events,
         report_s=options.get("report_s", REPORT_S),
+        publisher=publisher,
+        version=f"sageLLM {sagellm.__version__}",
         hand_overs=hand_overs,
         transfers=b"" if hand_overs is None else hand_overs.transfers.channel.metadata(),
         actions={

@@ -6,6 +6,7 @@ are made meanwhile wait. Its children end with it, even by `kill -9`: each reads
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from sagellm.control_plane.fleet_instances import (
     fleet_instances,
     instance_config,
     instance_name,
+    publishing,
     shared_key,
 )
 from sagellm.core.clock import MonotonicClock
@@ -60,6 +62,8 @@ class _Process:
     num_starts: int = 0
     restart_s: float | None = None
     wanted: bool = True
+    number: int = -1
+    """Of an instance among those of this host; it keeps it when it is started again."""
     successor: FleetInstance | None = None
     """Of a process that ends: what is to be started in its place."""
 
@@ -138,6 +142,8 @@ class Supervisor:
         if process is None or process.group is not group or self._stopping:
             return
         process.group = None
+        if group.failure is not None:
+            self._tell_front({"ended": {name: group.failure}})
         if not process.wanted:
             del self._processes[name]
             self._pool.release(name)
@@ -204,7 +210,7 @@ class Supervisor:
                 process = self._processes[name]
                 process.wanted = False
                 self._endpoints.pop(name)
-                self._tell_front()
+                self._tell_front({"instances": self._endpoints})
                 if process.group is not None:
                     self._end_soon(name, process.group)
                 else:
@@ -222,11 +228,11 @@ class Supervisor:
 
         threading.Thread(target=end, name=f"end of {name}", daemon=True).start()
 
-    def _tell_front(self) -> None:
+    def _tell_front(self, message: Mapping[str, Any]) -> None:
         front = self._processes.get(FRONT)
         if front is not None and front.group is not None:
             try:
-                front.group.send(json.dumps({"instances": self._endpoints}).encode())
+                front.group.send(json.dumps(message).encode())
             except (OSError, EngineFailedError, ValueError):
                 log.debug("the front has ended; the next one is told at its start")
 
@@ -240,7 +246,7 @@ class Supervisor:
             log.warning("%s is not started: %s", instance.name, error)
             return
         self._start(instance.name)
-        self._tell_front()
+        self._tell_front({"instances": self._endpoints})
 
     def _know(self, instances: Sequence[FleetInstance]) -> None:
         """Reserve chips and cores for those that start here. Raises `CapacityError` if not all fit.
@@ -267,7 +273,10 @@ class Supervisor:
     def _local(self, instance: FleetInstance, lease: ChipLease) -> _Process:
         endpoint = f"ipc://{self._folder}/{instance.name}"
         self._endpoints[instance.name] = endpoint
+        taken = {process.number for process in self._processes.values()}
+        number = next(each for each in itertools.count() if each not in taken)
         config = instance_config(self._resolved, instance.group)
+        config = publishing(config, self._resolved.config.events, instance.name, number)
         options = {
             "name": instance.name,
             "kind": instance.type.value,
@@ -275,9 +284,10 @@ class Supervisor:
             "report_s": self._resolved.config.fleet.heartbeat_s,
             "key": self._key.text,
             "config": _as_json(config),
+            "rank": number,
             "cpus": sorted(lease.cpus),
         }
-        return _Process(Role(instance.name, INSTANCE_ENTRY, options, lease.environment))
+        return _Process(Role(instance.name, INSTANCE_ENTRY, options, lease.environment), number=number)
 
     def _front_role(self) -> Role:
         options = {
