@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -142,7 +143,7 @@ class RemoteInstance:
     def next_tick_s(self) -> float:
         """When `tick` has something to do."""
         if self._socket is None:
-            return self._retry_s
+            return self._retry_s if self.endpoint else math.inf
         return self._pinged_s + self._ping_s
 
     def submit(
@@ -189,7 +190,7 @@ class RemoteInstance:
         """Do what is due: connect again, ping, or give up a connection."""
         now_s = self._clock.now()
         if self._socket is None:
-            if now_s >= self._retry_s:
+            if self.endpoint and now_s >= self._retry_s:
                 self._connect()
         elif now_s >= self._pinged_s + self._ping_s:
             self._pinged_s = now_s
@@ -201,6 +202,13 @@ class RemoteInstance:
                 self._send(AlivePing())
             elif now_s > self._since_s + (GREETING_S if self._has_handshake else CONNECT_S):
                 self._end("it has not answered" if self._has_handshake else "no connection in time")
+
+    def move(self, endpoint: str) -> None:
+        """It was started anew, and is there now."""
+        self.endpoint = endpoint
+        if self._socket is not None:
+            self._end("it was started again at another address")
+        self._retry_s, self._backoff_s = self._clock.now(), FIRST_BACKOFF_S
 
     def close(self) -> None:
         self._drop_socket()
@@ -364,10 +372,13 @@ class Instances:
         self._others: dict[str, WakingClient] = {}
 
     def add(self, instance_id: str, endpoint: str) -> RemoteInstance:
-        """Know one more. If it is known at another endpoint, that one is given up."""
-        former = self._known.get(instance_id)
-        if former is not None:
-            former.close()
+        """Know one more. One that is known goes to its new endpoint.
+
+        An empty endpoint is not known yet: nothing is connected until another is given.
+        """
+        if (known := self._known.get(instance_id)) is not None:
+            known.move(endpoint)
+            return known
         made = RemoteInstance(
             instance_id, endpoint, self._key, self._context, self._clock,
             lease_s=self._lease_s, ping_s=self._ping_s, silence_s=self._silence_s, front_id=self._front_id,

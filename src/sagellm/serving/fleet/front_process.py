@@ -149,8 +149,10 @@ def _apply(engine: FleetEngine, instances: Instances, endpoints: Mapping[str, st
         engine.forget(name)
         instances.remove(name)
     for name, endpoint in endpoints.items():
-        if known.get(name) != endpoint:
+        if name not in known:
             engine.know(instances.add(name, endpoint))
+        elif known[name] != endpoint:  # a launcher has started it elsewhere
+            instances.add(name, endpoint)
 
 
 def _plain_terms(config: Config, folder: Path, tokenizer: Tokenizer) -> PlainTerms:

@@ -203,7 +203,9 @@ class FleetRoutes:
         """Wait until an instance is there, as another process than before."""
 
         def is_there(llm: LLM) -> bool:
-            member = _engine(llm).members[name]
+            member = _engine(llm).members.get(name)
+            if member is None:
+                raise ConflictError(f"{name} was given up, as there is no room for it: the log says why")
             return member.is_ready and member.load is not None and member.facts is not former
 
         await self._until(is_there, name, self.fleet.start_timeout_s)
