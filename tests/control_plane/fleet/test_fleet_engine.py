@@ -416,3 +416,37 @@ def test_what_caches_hold_is_known_with_the_tokens(scene: Scene) -> None:
     scene.kill(name)
     scene.until(lambda: not scene.front.members[name].is_ready)
     assert all(not each.num_tokens for each in scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names))
+
+
+def test_an_instance_that_is_started_at_another_address(tmp_path: Path) -> None:
+    """As an actor that Ray has started again: the front goes there, and what the old one had begins anew."""
+    scene = Scene(tmp_path, 2)
+    scene.front.drain("i-1")
+    scene.front.add(request("r", PROMPT, 60))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    former = scene.servers.pop("i-0")  # it has not ended yet, and nobody has noticed
+    member = scene.front.members["i-0"]
+    (tmp_path / "elsewhere").mkdir()
+    scene.folder = tmp_path / "elsewhere"
+    scene.start("i-0")
+    scene.instances.add("i-0", scene.endpoint("i-0"))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 60)
+    assert scene.front.members["i-0"] is member
+    assert member.num_lost == 1
+    assert scene.router.placed == ["i-0", "i-0"]
+    former.close()
+    scene.close()
+
+
+def test_an_instance_whose_address_is_not_known_yet(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1)
+    scene.front.know(scene.instances.add("i-1", ""))
+    scene.front.add(request("r", PROMPT, 20))
+    scene.finish()
+    assert not scene.front.members["i-1"].is_ready
+    scene.start("i-1")
+    scene.instances.add("i-1", scene.endpoint("i-1"))
+    scene.until(lambda: scene.front.members["i-1"].is_ready)
+    assert scene.front.members["i-1"].num_lost == 0
+    scene.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -93,7 +94,8 @@ class RayCluster:
 
     def remove(self, group: Any) -> None:
         """Give a placement group's place back."""
-        self._ray.util.remove_placement_group(group)
+        with suppress(self._ray.exceptions.RayError):  # a cluster that is gone holds nothing
+            self._ray.util.remove_placement_group(group)
 
     def make_actor(self, name: str, group: Any, bundle: int, resources: Resources) -> Any:
         """An actor with `RayInstance` on a bundle of a placement group, and all of the bundle's resources."""
@@ -127,7 +129,8 @@ class RayCluster:
 
     def kill(self, actor: Any, *, for_good: bool) -> None:
         """End an actor's process at once; Ray starts another unless it is for good."""
-        self._ray.kill(actor, no_restart=for_good)
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(actor, no_restart=for_good)
 
     def close(self) -> None:
         """Disconnect. Ray ends what is left of this driver."""
