@@ -1,6 +1,6 @@
 """A fleet on a real Ray cluster of one node: two actors, their ends, their operation, and what they take.
 
-Run in an environment with Ray: `PYTHONPATH=src:. python -m pytest -m peer tests/serving/fleet/test_ray_peer.py`.
+In an environment with Ray: `PYTHONPATH=src:. python -m pytest -m peer tests/serving/fleet/test_ray_peer.py`.
 """
 
 from __future__ import annotations
