@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,17 @@ class Running:
         except CapacityError as error:
             self.error: CapacityError | None = error
 
+    def wait_until_listening(self) -> None:
+        until_s = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self.status()
+                return
+            except httpx2.ConnectError:
+                assert time.monotonic() < until_s
+                assert self.thread.is_alive()
+                time.sleep(0.05)
+
     def status(self) -> list[dict[str, Any]]:
         answer = httpx2.get(f"{self.url}/v1/fleet", timeout=WAIT_S)
         answer.raise_for_status()
@@ -101,6 +113,7 @@ def cluster() -> Iterator[StandInCluster]:
 
 def test_operations_and_deaths(cluster: StandInCluster) -> None:
     with running(cluster, GROUPS) as fleet:
+        fleet.wait_until_listening()
         text = fleet.text()
         assert {each["name"]: each["state"] for each in fleet.status()} == {
             "prefill-0": "ready",
