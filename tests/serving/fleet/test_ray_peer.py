@@ -26,13 +26,13 @@ from tests.serving.fleet_processes import Fleet, running_fleet
 
 pytestmark = [
     pytest.mark.peer,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"),
 ]
 
 NUM_CPUS, OBJECT_STORE_BYTES = 2, 80_000_000
 MOST_BYTES = 1_000_000_000
-WAIT_S = 180.0
+WAIT_S = 400.0
 HEAD = f"""
 import sys, ray
 found = ray.init(
@@ -72,17 +72,20 @@ def head() -> Iterator[subprocess.Popen[str]]:
     """A driver that has started a cluster, which ends with it."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment |= {"RAY_AUTH_MODE": "token"}
         environment.pop("RAY_ADDRESS", None)
         with subprocess.Popen(
             [sys.executable, "-c", HEAD, folder],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         ) as process:  # fmt: skip
             assert process.stdout is not None
-            os.environ["RAY_ADDRESS"] = process.stdout.readline().strip()
+            address = process.stdout.readline().strip()
             try:
-                yield process
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("RAY_ADDRESS", address)
+                    patch.setenv("RAY_AUTH_MODE", "token")
+                    yield process
             finally:
-                del os.environ["RAY_ADDRESS"]
                 assert process.stdin is not None
                 process.stdin.close()
                 process.wait(WAIT_S)
@@ -91,7 +94,7 @@ def head() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """What one engine answers."""
-    with running_fleet() as one:
+    with running_fleet(start_s=WAIT_S) as one:
         return [answered(one, prompt) for prompt in PROMPTS]
 
 
@@ -99,7 +102,7 @@ def texts() -> list[str]:
 def fleet_on_ray(folder: Path) -> Iterator[Fleet]:
     file = folder / "fleet.yaml"
     file.write_text(FILE, encoding="utf-8")
-    with running_fleet("--config", str(file), "--ray") as fleet:
+    with running_fleet("--config", str(file), "--ray", start_s=WAIT_S) as fleet:
         fleet.wait_until_healthy(WAIT_S)
         yield fleet
 

@@ -62,7 +62,10 @@ class RayCluster:
                     raise
                 ray.init(**here, log_to_driver=logs)
         except (ConnectionError, OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ConfigError(f"Ray at {address or 'this host'} cannot be used: {error}") from error
+            raise ConfigError(
+                f"Ray at {address or 'this host'} cannot be used: {error}. A cluster with token authentication "
+                "wants RAY_AUTH_MODE=token here too, unless RAY_ADDRESS is auto or not set"
+            ) from error
 
     def nodes(self) -> list[Resources]:
         """What each node has in all."""
