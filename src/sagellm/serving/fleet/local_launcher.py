@@ -1,4 +1,4 @@
-"""`LocalLauncher`: instances as child processes of this host, each on chips and cores of its own."""
+"""`LocalLauncher`: instances as child processes, each on chips and cores of its own."""
 
 from __future__ import annotations
 

@@ -51,19 +51,24 @@ class RayCluster:
                 "RAY_ADDRESS=auto or HOST:PORT"
             )
         self._ray = ray
-        here = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        of_its_own = {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
         try:
             try:
                 ray.init(
-                    **(here if address == "local" else {"address": address or "auto"}), log_to_driver=logs
+                    **(of_its_own if address == "local" else {"address": address or "auto"}),
+                    log_to_driver=logs,
                 )
             except ConnectionError:
                 if address:
                     raise
-                ray.init(**here, log_to_driver=logs)
+                ray.init(**of_its_own, log_to_driver=logs)
         except (ConnectionError, OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"Ray at {address or 'this host'} cannot be used: {error}. A cluster with token authentication "
+                f"Ray at {address or 'this host'} cannot be used: {error}. A cluster with tokens "
                 "wants RAY_AUTH_MODE=token here too, unless RAY_ADDRESS is auto or not set"
             ) from error
 
@@ -101,7 +106,7 @@ class RayCluster:
             self._ray.util.remove_placement_group(group)
 
     def make_actor(self, name: str, group: Any, bundle: int, resources: Resources) -> Any:
-        """An actor with `RayInstance` on a bundle of a placement group, and all of the bundle's resources."""
+        """An actor with `RayInstance` on a bundle, with all of its resources."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         own = {_OWN_OPTIONS[each]: amount for each, amount in resources.items() if each in _OWN_OPTIONS}

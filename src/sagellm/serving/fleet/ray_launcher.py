@@ -1,4 +1,4 @@
-"""`RayLauncher`: instances as actors of a Ray cluster, each on a bundle of a placement group.
+"""`RayLauncher`: instances as actors of a Ray cluster, on bundles of placement groups.
 
 Ray decides where they run and starts their processes again. Each process is asked where it serves; the front
 connects to that address by ZeroMQ, as it does to instances of other hosts.
@@ -44,7 +44,7 @@ class _Gang:
 class _Place:
     """A bundle of a placement group. `owner`: the instance there; empty: it is free for one of its group.
 
-    `actor`: from the first start until it is ended for good. Who changes it holds `lock`.
+    `actor`: from the first start until it is ended for good; changed under `lock`.
     """
 
     gang: _Gang
@@ -183,7 +183,7 @@ class RayLauncher:
 
 
 class _ActorStart:
-    """Implements `Running`: a thread that starts an instance in its actor and hears of its end."""
+    """Implements `Running`: a thread that starts an instance and waits for its end."""
 
     def __init__(self, launcher: RayLauncher, place: _Place, options: str, events: StartEvents) -> None:
         self._launcher, self._cluster = launcher, launcher._cluster
@@ -222,7 +222,10 @@ class _ActorStart:
             self._events.on_end(reason)
 
     def _has_place(self) -> bool:
-        """Wait for the placement group, once: Ray finds another place for its bundles if a node is lost."""
+        """Wait for the placement group, once.
+
+        Ray itself finds another place for its bundles if a node is lost.
+        """
         gang = self._place.gang
         until_s = time.monotonic() + self._launcher._resolved.config.fleet.ray_timeout_s
         while not gang.is_ready and not self._closing.is_set() and time.monotonic() < until_s:

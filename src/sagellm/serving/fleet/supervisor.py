@@ -134,7 +134,7 @@ class Supervisor:
             self._tell_front({"instances": self._endpoints})
 
     def _on_refusal(self, name: str, start_id: int, reason: str) -> None:
-        """There is no place for it: the fleet cannot begin, or goes on without it."""
+        """Without a place for it the fleet cannot begin, or goes on without it."""
         process = self._processes.get(name)
         if process is None or process.start_id != start_id or not process.wanted:
             return
