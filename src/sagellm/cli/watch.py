@@ -21,6 +21,7 @@ from rich.text import Text
 
 from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
 from sagellm.cli._options import OptionGroup, argument, command, flag
+from sagellm.cli.cache_server import DEFAULT_URL
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError, MissingExtraError
 
@@ -39,6 +40,7 @@ _PROXY_HELP = "Listen as well, and pass requests on to this server, which then r
 _BYTES_HELP = "Bytes of KV per token, where neither the metrics nor --model tell."
 DTYPE_BYTES = {"float32": 4, "float": 4}
 DEFAULT_DTYPE_BYTES = 2
+INTERVAL_S, FLEET_INTERVAL_S = 5.0, 1.0
 TOGETHER_S = 1.0
 """Signals within this time are one."""
 LINE_S, SILENT_S = 60.0, 10.0
@@ -66,6 +68,15 @@ class Servers(OptionGroup):
         if bytes_per_token is None and self.model is not None:
             bytes_per_token = kv_bytes_per_token(self.model / "config.json")
         return CacheSizes(self.blocks, bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions(OptionGroup):
+    """A fleet that is shown by its instances."""
+
+    url: str | None = flag("--url URL", "Show the instances of the fleet at this address.")
+    instance: str | None = flag("NAME", "Also show this one in detail; needs an admin key.")
+    admin_key: str | None = flag("KEY", "The fleet's; default: SAGELLM_SERVER_ADMIN_KEY.")
 
 
 _KV_BY_LAYER = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
@@ -99,7 +110,7 @@ def kv_bytes_per_token(config: Path) -> int:
 def watch(
     servers: list[str] = argument("[SERVER]...", _SERVER_HELP, (), show_default=False),
     duration: float = flag("SECONDS", "How long; Ctrl-C ends it sooner.", 600.0),
-    interval: float = flag("SECONDS", "Between two looks at the metrics.", 5.0),
+    interval: float | None = flag("SECONDS", "Between two looks; default: 5, at a fleet 1."),
     proxy: str | None = flag("URL", _PROXY_HELP),
     listen: str = flag("HOST:PORT", "Where the proxy listens; port 0: any.", "127.0.0.1:0"),
     out_file: Path = flag("--html FILE", "Write the page there.", Path("watch.html")),
@@ -111,19 +122,26 @@ def watch(
         "--text", "Show the text of evicted prefixes; needs --model and the extra native.", False
     ),
     known: Servers,
+    fleet: FleetOptions,
 ) -> None:
-    """Watch the KV cache of running servers, and what would raise its hit rate.
+    """Watch the KV cache of running servers, and what would raise its hit rate; or a fleet's instances.
 
     Nothing is changed at the server, and nothing is sent anywhere.
     """
+    if not duration > 0 or (interval is not None and not interval > 0):
+        raise ConfigError("--duration and --interval must be more than 0 seconds")
+    if fleet.url is not None or fleet.instance is not None:
+        if servers or proxy or record or text:
+            raise ConfigError("--url shows a fleet: SERVER, --proxy, --record and --text are for KV events")
+        _watch_fleet(fleet, duration, interval or FLEET_INTERVAL_S, json_file)
+        return
+    interval = interval or INTERVAL_S
     from sagellm.control_plane.kv_events.publisher import WallClock
     from sagellm.diagnostics.watch.page import render
     from sagellm.diagnostics.watch.proxy import ReportingProxy
     from sagellm.diagnostics.watch.recording import WatchRecording
     from sagellm.diagnostics.watch.watcher import Watcher
 
-    if not duration > 0 or not interval > 0:
-        raise ConfigError("--duration and --interval must be more than 0 seconds")
     for path in filter(None, (out_file, json_file, record)):
         check_writable(path)
     decode = _decoder(known.model) if text else None
@@ -156,6 +174,16 @@ def watch(
     print(f"\n{out_file}")
     if recording is not None:
         print(recording.summary())
+
+
+def _watch_fleet(options: FleetOptions, seconds: float, interval: float, json_file: Path | None) -> None:
+    from sagellm.cli.watch_fleet import FleetWatch, watch_fleet
+
+    if json_file is not None:
+        check_writable(json_file)
+    watch = FleetWatch(options.url or DEFAULT_URL, options.admin_key, options.instance)
+    with _stopped_by_signals() as stop:
+        watch_fleet(watch, interval, seconds, stop.is_stopped, json_file)
 
 
 def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:
