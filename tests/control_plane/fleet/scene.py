@@ -11,8 +11,10 @@ from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.served import FleetPolicy
+from sagellm.control_plane.kv_events import KVEventPublisher
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.config import EventsConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.router import (
@@ -85,8 +87,10 @@ class Scene:
         silence_s: float = 300.0,
         exchanges: bool = False,
         router: InTurn | None = None,
+        publishes: bool = False,
     ):
         self.folder, self.clock = folder, MonotonicClock()
+        self.publishes = publishes
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
         self.instances = Instances(KEY, self.clock, lease_s=lease_s, silence_s=silence_s)
@@ -116,6 +120,13 @@ class Scene:
         self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
         hand_overs, metadata = None, b""
+        publisher = None
+        if self.publishes:
+            config = EventsConfig(
+                endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", topic=name
+            )
+            block_size = engine.capability().block_size
+            publisher = KVEventPublisher.of(events, config, block_size, rank=len(self.servers))
         if self.network is not None:
             transfers = build_transfers(engine, name, InProcessTransport(name, self.network))
             hand_overs = HandOvers(transfers, early_s=0.3)
@@ -123,7 +134,7 @@ class Scene:
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
             kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
-            clock=self.clock,
+            publisher=publisher, version="sageLLM 1", clock=self.clock,
         )  # fmt: skip
         return server
 
@@ -136,6 +147,8 @@ class Scene:
         self._end_transfers(server)
 
     def _end_transfers(self, server: InstanceServer) -> None:
+        if server.publisher is not None:
+            server.publisher.close()
         if isinstance(server.hand_overs, HandOvers):
             server.hand_overs.close()
             server.hand_overs.transfers.close()

@@ -1,0 +1,60 @@
+"""The keys of a section of the configuration as a table in Markdown.
+
+    <!-- table of: keys of fleet.groups.NAME -->
+
+The words in capitals stand for a name that the user chooses; items of a list have the path of the list.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from sagellm.core.config import Config
+
+PREFIX = "keys of "
+
+
+def table(path: str) -> str:
+    """The table of a dotted path. Raises `ValueError` for a path that is no section."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for name, info in _section(path).model_fields.items():
+        meaning = (info.description or "").replace("|", "\\|")
+        lines.append(f"| {name} | {_default(info)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str) -> type[BaseModel]:
+    kind: Any = Config
+    for part in path.split("."):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = kind.model_fields[part].annotation
+        else:
+            kind = _models(kind)[0]
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        [kind] = _models(kind)
+    return kind
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    return [each for each in get_args(kind) if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "(needed)"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, Enum):
+        return str(value.value)
+    if value in (None, "", (), {}):
+        return "none"
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
