@@ -134,7 +134,8 @@ class Scene:
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
             kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
-            publisher=publisher, version="sageLLM 1", clock=self.clock,
+            actions={"hot_prefixes": engine.kv.index.hot_prefixes}, publisher=publisher,
+            version="sageLLM 1", clock=self.clock,
         )  # fmt: skip
         return server
 

@@ -142,6 +142,13 @@ def test_a_look_is_answered_without_a_wait(scene: Scene) -> None:
     assert client.look()  # is asked already
     assert client.record.diagnostics is None
     scene.until(lambda: client.record.diagnostics is not None)
+    assert client.record.hot_prefixes == []
+    for number in range(6):
+        scene.front.add(request(f"r{number}", [*PROMPT, number + 1], 2))
+    scene.finish()
+    assert client.look()
+    scene.until(lambda: bool(client.record.hot_prefixes))
+    assert client.record.hot_prefixes[0].num_uses > 1
     scene.kill("i-1")
     scene.until(lambda: client.facts is None)
     assert not client.look()

@@ -73,6 +73,8 @@ CONNECT_S = 1.0
 GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
+NUM_HOT = 10
+"""Hot prefixes that a look asks for."""
 HUNG_S = 300.0
 """An instance reports between its steps. Without a word for so long its engine hangs."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
@@ -113,7 +115,7 @@ class RemoteInstance:
         self._facts: InstanceFacts | None = None
         self._events: list[InstanceEvent] = []
         self._calls: dict[int, str] = {}
-        self._look_id: int | None = None
+        self._looks: set[int] = set()
         self.record = InstanceRecord(clock)
         self._call_ids = itertools.count(1)
         self._socket: zmq.SyncSocket | None = None
@@ -180,10 +182,11 @@ class RemoteInstance:
         return events
 
     def look(self) -> bool:
-        """Ask for its diagnostics; one question at a time."""
-        if self._facts is not None and self._look_id is None:
-            self._look_id = self.call("diagnostics")
-        return self._look_id is not None
+        """Ask for its hot prefixes and diagnostics; one look at a time."""
+        if self._facts is not None and not self._looks:
+            for name, arguments in (("hot_prefixes", (NUM_HOT,)), ("diagnostics", ())):
+                self._looks.add(self.call(name, arguments))
+        return bool(self._looks)
 
     def tick(self) -> None:
         """Do what is due: connect again, ping, or give up a connection."""
@@ -273,16 +276,22 @@ class RemoteInstance:
                 return [RequestRefused(request_id, error_of(error))]
             case CallAnswer(call_id, result, fault):
                 name = self._calls.pop(call_id, None)
-                if call_id == self._look_id:
-                    self._look_id = None
-                    if fault is None:
-                        self.record.diagnosed(result_of("diagnostics", result))
+                if call_id in self._looks:
+                    self._looks.remove(call_id)
+                    if name is not None and fault is None:
+                        self._seen(name, result_of(name, result))
                     return []
                 if name is not None and fault is not None:
                     return [CallResult(call_id, error=error_of(fault))]
                 if name is not None:
                     return [CallResult(call_id, result_of(name, result))]
         return []
+
+    def _seen(self, name: str, found: Any) -> None:
+        if name == "diagnostics":
+            self.record.diagnosed(found)
+        else:
+            self.record.hot_prefixes = found
 
     def _welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL:
@@ -322,7 +331,7 @@ class RemoteInstance:
         for call_id in self._calls:
             self._events.append(CallResult(call_id, error=SageError(f"{self._id}: {reason}")))
         self._calls.clear()
-        self._look_id = None
+        self._looks.clear()
         if self._facts is not None:
             self._facts = None
             self._events.append(InstanceLost(reason))

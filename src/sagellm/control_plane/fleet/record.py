@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from sagellm.core.clock import Clock
@@ -17,6 +18,7 @@ from sagellm.core.protocols.fleet import (
     InstanceLost,
     RequestRefused,
 )
+from sagellm.core.protocols.prefix_cache import HotPrefix
 from sagellm.core.types import RequestOutput
 
 RATE_S = 5.0
@@ -30,7 +32,8 @@ class InstanceRecord:
     Counts begin with the front and go on when the instance is lost. `num_prompt_tokens`: of requests whose
     first token came from there; `num_cached_tokens`: what of them was not computed. So a request counts at
     one instance alone, also if another one went on with it. `num_handed_over`, `num_failed`: hand-overs and
-    fetches in which it took part. `diagnostics`: the last that was asked for, and when it came.
+    fetches in which it took part. `diagnostics` and `hot_prefixes`: the last that were asked for, and when
+    the first of them came.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -42,6 +45,7 @@ class InstanceRecord:
         self.failed_s: float | None = None
         self.diagnostics: EngineDiagnostics | None = None
         self.diagnosed_s: float | None = None
+        self.hot_prefixes: Sequence[HotPrefix] = ()
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
         self._hand_overs: dict[str, HandOverPart] = {}
@@ -141,6 +145,6 @@ class RecordedClient(EngineClient, Protocol):
     record: InstanceRecord
 
     def look(self) -> bool:
-        """Ask for the instance's diagnostics, unless they are asked for already.
+        """Ask the instance for its hot prefixes and diagnostics, unless they are asked for already.
 
-        They come into `record.diagnostics` later. False: they will not come."""
+        They come into `record` later, the diagnostics last. False: they will not come."""

@@ -160,6 +160,14 @@ def instance_tables(detail: Status) -> Iterator[Table]:
             (each["tier"], each["fault"], *(f"{each[name]:,}" for name in names)) for each in detail["tiers"]
         ]
         yield Table("blocks in tiers below the device", ("tier", "fault", *names), rows, num_names=2)
+    if detail["hot_prefixes"]:
+        rows = [
+            (each["digest"], f"{each['num_tokens']:,}", f"{each['num_blocks']:,}", f"{each['num_uses']:,}",
+             duration(each["idle_s"]))
+            for each in detail["hot_prefixes"]
+        ]  # fmt: skip
+        columns = ("digest", "tokens", "blocks of its own", "uses", "not used for")
+        yield Table("cached prefixes that saved most blocks", columns, rows, num_names=1)
     if len(detail["tenants"]) > 1:
         rows = [
             (each["tenant"] or "(none)", f"{each['num_prompt_tokens']:,}",

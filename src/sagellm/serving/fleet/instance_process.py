@@ -83,6 +83,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
         hand_overs=hand_overs,
         transfers=b"" if hand_overs is None else hand_overs.transfers.channel.metadata(),
         actions={
+            "hot_prefixes": engine.kv.index.hot_prefixes,
             "set_policy": lambda policy, given: replace_policy(engine, policy, **given),
             "set_strategy": lambda strategy, given: replace_strategy(engine, strategy, **given),
         },

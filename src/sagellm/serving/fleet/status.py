@@ -103,6 +103,16 @@ class TierStatus(Body):
     fault: str = ""
 
 
+class PrefixStatus(Body):
+    """A cached prefix that was used again (`HotPrefix`). `digest` names it and shows no text."""
+
+    digest: str
+    num_tokens: int
+    num_blocks: int
+    num_uses: int
+    idle_s: float
+
+
 class TenantStatus(Body):
     """Tokens that a tenant's requests looked up, and those that were found."""
 
@@ -137,6 +147,7 @@ class InstanceDetail(Body):
     num_pinned_blocks: int = 0
     tenants: list[TenantStatus] = Field(default_factory=list)
     tiers: list[TierStatus] = Field(default_factory=list)
+    hot_prefixes: list[PrefixStatus] = Field(default_factory=list)
 
 
 def fleet_status(engine: FleetEngine, model: str, began_s: float) -> FleetStatus:
@@ -216,6 +227,7 @@ def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
         _add_stats(detail, member.stats)
     if client.record.diagnostics is not None:
         _add_diagnostics(detail, client.record.diagnostics)
+    detail.hot_prefixes = [PrefixStatus(**each._asdict()) for each in client.record.hot_prefixes]
     return detail
 
 
