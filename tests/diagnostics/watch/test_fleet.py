@@ -88,8 +88,7 @@ def test_a_fleet_that_starts_shows_its_instances() -> None:
 def test_lines_say_what_is_wrong() -> None:
     status = fleet(READY, LOST, DRAINING, num_queued=2, queued_s=4.0, queued_reason="all are full")
     assert list(fleet_lines(status)) == [
-        "demo on sageLLM 0.1.0, front up 3 min: 6 requests, 2 of them wait for an instance; 2 were begun "
-        "again",
+        "demo on sageLLM 0.1.0, front up 3 min: 6 requests, 2 of them wait for an instance; 7 were retried",
         "the longest wait is 4 s: all are full",
         "decode-1 is lost: nothing listens there",
         "decode-1, 12 s ago: decode-1 (process 9) was ended by SIGKILL",
