@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import Field
 
 from sagellm.control_plane.fleet.engine import FleetEngine
-from sagellm.control_plane.fleet.questions import Member
+from sagellm.control_plane.fleet.members import Member
 from sagellm.control_plane.fleet_instances import group_of, instance_name
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
@@ -132,7 +132,7 @@ class FleetRoutes:
         return await self.status()
 
     async def scale(self, request: Request) -> FleetStatus:
-        """Start or end instances of a group. Those that end are drained first, the highest numbers first."""
+        """Start or end instances of a group. Those that end are drained first."""
         body = await self.reader.read(ScaleRequest, request)
         self._lifecycle()
         if body.group not in self.fleet.groups or not self.fleet.groups[body.group].is_local:
@@ -142,14 +142,14 @@ class FleetRoutes:
         return await self.status()
 
     async def resize(self, group: str, count: int) -> None:
-        """Start instances of a group, or drain and end those of the highest numbers."""
+        """Start instances of a group, or drain and end some, as `first_to_end` orders them."""
         lifecycle = self._lifecycle()
         async with self._busy:
-            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            members = await self.gateway.call(lambda llm: first_to_end(_engine(llm)))
             own = [name for name in members if group_of(name, self.fleet) == group]
             if not count and len(own) == len(members):
                 raise ConflictError("the fleet would have no instance: scale another group up first")
-            for name in sorted(own, key=_number)[count:]:
+            for name in own[: max(0, len(own) - count)]:
                 await self._remove(name, lifecycle)
             free = (n for n in itertools.count() if instance_name(group, n) not in own)
             for number in itertools.islice(free, max(0, count - len(own))):
@@ -236,6 +236,16 @@ class FleetRoutes:
             await asyncio.sleep(_LOOK_S)
 
 
+def first_to_end(engine: FleetEngine) -> list[str]:
+    """The instances, those first whose end costs least: drained, not connected, then by number from above."""
+
+    def cost(name: str) -> tuple[bool, bool, int]:
+        member = engine.members[name]
+        return not member.draining, member.is_ready, -_number(name)
+
+    return sorted(engine.members, key=cost)
+
+
 def fleet_status(engine: FleetEngine) -> FleetStatus:
     """The state of each instance now; for the engine's thread."""
     instances = []
@@ -246,7 +256,7 @@ def fleet_status(engine: FleetEngine) -> FleetStatus:
             type="" if facts is None else (facts.kind if load is None else load.kind).value,
             state=_state(member, num_requests),
             pid=None if facts is None else facts.pid,
-            fault=member.fault or getattr(member.client, "fault", ""),
+            fault=member.why,
             num_requests=num_requests,
             num_placed=engine.placements.get(name, 0),
             num_lost=member.num_lost,
