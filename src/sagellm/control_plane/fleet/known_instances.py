@@ -55,7 +55,7 @@ class KnownInstances:
 
     @property
     def missing(self) -> list[str]:
-        """The instances that are not connected, or have not reported, each with the reason. For any thread."""
+        """The instances that are not connected, or have not reported, and why. For any thread."""
         away = [(name, each.why) for name, each in list(self.members.items()) if not each.is_here]
         return [f"{name} ({why})" if why else name for name, why in away]
 

@@ -68,16 +68,12 @@ class StartingServer:
         )  # fmt: skip
         self._engine, self._server = engine, uvicorn.Server(config)
         bound = listener.dup()  # the server closes it
-        host, port = bound.getsockname()[:2]
-        arguments = [bound]
-        self._thread = threading.Thread(
-            target=self._server.run, args=(arguments,), name="starting", daemon=True
-        )
+        target, arguments = self._server.run, ([bound],)
+        self._thread = threading.Thread(target=target, args=arguments, name="starting", daemon=True)
         self._thread.start()
+        host, port = bound.getsockname()[:2]
         away = ", ".join(engine.missing)
-        log.info(
-            "the fleet starts; http://%s:%d answers /health and /v1/fleet. Not there: %s", host, port, away
-        )
+        log.info("the fleet starts, http://%s:%d/v1/fleet shows how; not there: %s", host, port, away)
 
     def close(self) -> None:
         self._server.should_exit = True
