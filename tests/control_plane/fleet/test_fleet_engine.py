@@ -323,7 +323,7 @@ def test_an_instance_that_leaves_the_fleet(scene: Scene) -> None:
 
 
 def asked(scene: Scene, ask: Any) -> Any:
-    """What `ask` returns, which waits for instances: they turn meanwhile."""
+    """What `ask` returns, which waits for instances in a thread of its own: front and instances turn."""
     import threading
 
     found: list[Any] = []
@@ -337,8 +337,7 @@ def asked(scene: Scene, ask: Any) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive():
-        for server in scene.servers.values():
-            server.turn()
+        scene.turn()
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
@@ -348,8 +347,8 @@ def test_questions_are_answered_for_all(scene: Scene) -> None:
     for number in range(2):
         scene.front.add(request(f"r{number}", PROMPT, 5))
     scene.finish()
-    diagnostics = asked(scene, scene.front.diagnostics)
-    assert diagnostics.pass_time_s
+    scene.until(lambda: all(member.diagnostics for member in scene.front.members.values()))
+    assert scene.front.diagnostics().pass_time_s
     scene.until(lambda: all(member.stats for member in scene.front.members.values()))
     stats = scene.front.stats()
     assert stats.num_running == stats.num_waiting == 0

@@ -140,8 +140,8 @@ def test_a_look_is_answered_without_a_wait(scene: Scene) -> None:
     client = client_of(scene, "i-1")
     assert client.look()
     assert client.look()  # is asked already
-    assert client.record.diagnostics is None
-    scene.until(lambda: client.record.diagnostics is not None)
+    assert client.record.seen_s is None
+    scene.until(lambda: client.record.seen_s is not None)
     assert client.record.hot_prefixes == []
     for number in range(6):
         scene.front.add(request(f"r{number}", [*PROMPT, number + 1], 2))

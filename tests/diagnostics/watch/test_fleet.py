@@ -88,7 +88,7 @@ def test_a_fleet_that_starts_shows_its_instances() -> None:
 def test_lines_say_what_is_wrong() -> None:
     status = fleet(READY, LOST, DRAINING, num_queued=2, queued_s=4.0, queued_reason="all are full")
     assert list(fleet_lines(status)) == [
-        "demo on sageLLM 0.1.0, front up 3 min: 6 requests, 2 of them wait for an instance; 7 were retried",
+        "demo on sageLLM 0.1.0, front up 3 min: 6 requests, 2 of them wait for an instance; 2 were retried",
         "the longest wait is 4 s: all are full",
         "decode-1 is lost: nothing listens there",
         "decode-1, 12 s ago: decode-1 (process 9) was ended by SIGKILL",
@@ -142,7 +142,7 @@ def test_one_instance_in_detail() -> None:
         instance=READY, dtype="bfloat16", block_size=16, max_num_seqs=64, max_model_len=4096,
         blocks={"active": 500, "cached": 250, "free": 250}, num_steps=321, num_prompt_tokens=8000,
         num_hit_tokens=6000, misses={"cold": 30, "capacity": 10}, asked_s_ago=0.1,
-        evicted_blocks={"capacity": 70}, num_pinned_prefixes=1, num_pinned_blocks=4, tiers=[tier],
+        has_diagnostics=True, evicted_blocks={"capacity": 70}, num_pinned_prefixes=1, num_pinned_blocks=4, tiers=[tier],
         hot_prefixes=[PrefixStatus(digest="0f", num_tokens=64, num_blocks=4, num_uses=9, idle_s=3.0)],
         tenants=[TenantStatus(tenant=name, num_prompt_tokens=10, num_hit_tokens=5) for name in ("", "b")],
     )  # fmt: skip

@@ -90,7 +90,11 @@ def test_the_detail_of_an_instance_comes_from_itself(scene: Scene) -> None:
     assert detail.blocks == {
         "active": stats.blocks_active, "cached": stats.blocks_cached, "free": stats.blocks_free,
     }  # fmt: skip
-    assert set(detail.evicted_blocks) >= {"capacity"} or detail.evicted_blocks == {}
+    scene.until(lambda: instance_detail(scene.front, "i-0").has_diagnostics)
+    scene.front.add(request("again", [1, *PROMPT], 2))
+    scene.finish()
+    assert look(scene.front, "i-0")
+    scene.until(lambda: bool(instance_detail(scene.front, "i-0").hot_prefixes))
 
 
 def test_a_reader_outside_learns_what_each_instance_has(scene: Scene) -> None:

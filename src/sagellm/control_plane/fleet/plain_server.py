@@ -195,6 +195,9 @@ class PlainServer:
             self._events.append(self._answer_to(call_id, name, arguments))
         return call_id
 
+    def drain(self, *, draining: bool) -> None:
+        """The front alone knows."""
+
     def add_peer(self, facts: InstanceFacts) -> None:
         """No KV goes there."""
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sagellm.core.clock import Clock
-from sagellm.core.protocols.engine import EngineDiagnostics
 from sagellm.core.protocols.fleet import (
     Connected,
     EngineClient,
@@ -32,8 +31,7 @@ class InstanceRecord:
     Counts begin with the front and go on when the instance is lost. `num_prompt_tokens`: of requests whose
     first token came from there; `num_cached_tokens`: what of them was not computed. So a request counts at
     one instance alone, also if another one went on with it. `num_handed_over`, `num_failed`: hand-overs and
-    fetches in which it took part. `diagnostics` and `hot_prefixes`: the last that were asked for, and when
-    the first of them came.
+    fetches in which it took part. `hot_prefixes`: the last that were asked for; they came at `seen_s`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -43,9 +41,8 @@ class InstanceRecord:
         self.num_handed_over = self.num_failed = 0
         self.last_failure = ""
         self.failed_s: float | None = None
-        self.diagnostics: EngineDiagnostics | None = None
-        self.diagnosed_s: float | None = None
         self.hot_prefixes: Sequence[HotPrefix] = ()
+        self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
         self._hand_overs: dict[str, HandOverPart] = {}
@@ -91,8 +88,8 @@ class InstanceRecord:
         """Remember it as the last failure."""
         self.last_failure, self.failed_s = reason, self._clock.now()
 
-    def diagnosed(self, found: EngineDiagnostics) -> None:
-        self.diagnostics, self.diagnosed_s = found, self._clock.now()
+    def seen(self, found: Sequence[HotPrefix]) -> None:
+        self.hot_prefixes, self.seen_s = found, self._clock.now()
 
     def _on_output(self, output: RequestOutput) -> None:
         count, name = len(output.new_token_ids), output.request_id
@@ -145,6 +142,6 @@ class RecordedClient(EngineClient, Protocol):
     record: InstanceRecord
 
     def look(self) -> bool:
-        """Ask the instance for its hot prefixes and diagnostics, unless they are asked for already.
+        """Ask the instance for its hot prefixes, unless they are asked for already.
 
-        They come into `record` later, the diagnostics last. False: they will not come."""
+        They come into `record` later. False: they will not come."""

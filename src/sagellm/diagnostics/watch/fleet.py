@@ -101,10 +101,11 @@ def _weighted(instances: Sequence[Status], name: str) -> float:
 
 def fleet_lines(status: Status) -> Iterator[str]:
     """The fleet in a sentence, then what is wrong with it, and where it publishes KV events."""
+    model = status["model"] or "a fleet that starts"
     yield (
-        f"{status['model']} on sageLLM {status['version']}, front up {duration(status['uptime_s'])}: "
+        f"{model} on sageLLM {status['version']}, front up {duration(status['uptime_s'])}: "
         f"{status['num_requests']} requests, {status['num_queued']} of them wait for an instance; "
-        f"{status['num_retries']} were begun again"
+        f"{status['num_retries']} were retried"
     )
     if status["num_queued"]:
         reason = f": {status['queued_reason']}" if status["queued_reason"] else ""
@@ -195,7 +196,7 @@ def _figures(detail: Status) -> Iterator[tuple[str, str]]:
     yield "tokens/s", f"{each['tokens_per_s']:,.0f}"
     moves = f"{each['num_hand_overs']} under way, {each['num_handed_over']:,} done"
     yield "KV hand-overs", f"{moves}, {each['num_failed_hand_overs']:,} failed"
-    if detail["asked_s_ago"] is None:
+    if not detail["has_diagnostics"]:
         return
     yield "pinned", f"{detail['num_pinned_prefixes']} prefixes, {detail['num_pinned_blocks']:,} blocks"
     inside, outside = f"{detail['internal_fragmentation']:.0%}", f"{detail['external_fragmentation']:.0%}"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 import sagellm
 from sagellm.control_plane.fleet.engine import FleetEngine
-from sagellm.control_plane.fleet.questions import Member
+from sagellm.control_plane.fleet.members import Member
 from sagellm.control_plane.fleet.record import RecordedClient
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
 from sagellm.serving.schema import Body
@@ -72,7 +72,7 @@ class InstanceStatus(Body):
 
 
 class FleetStatus(Body):
-    """The answer of GET /v1/fleet. `uptime_s`: of the front.
+    """The answer of GET /v1/fleet. `uptime_s`: of the front. `model`: empty while the fleet starts.
 
     `num_queued`: requests that wait for an instance; `queued_s`: the longest wait, and `queued_reason` why.
     `num_retries`: requests that were begun again after a failure.
@@ -125,8 +125,9 @@ class InstanceDetail(Body):
     """The answer of GET /v1/admin/fleet/instances/{name}, from the instance's own counts since it began.
 
     `blocks`: of the device's KV pool by state: active, cached, free. `misses`: prompt blocks that had to be
-    computed, and `evicted_blocks`, by cause. `asked_s_ago`: the age of what stands behind it; null: it has
-    not come, and of a plain server it never does.
+    computed, and `evicted_blocks`, by cause. `hot_prefixes` came `asked_s_ago` seconds ago; null: they have
+    not come, and of a plain server they never do. With `has_diagnostics`, what stands from there on is known,
+    and some seconds old.
     """
 
     instance: InstanceStatus
@@ -139,7 +140,7 @@ class InstanceDetail(Body):
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     misses: dict[str, int] = Field(default_factory=dict)
-    asked_s_ago: float | None = None
+    has_diagnostics: bool = False
     evicted_blocks: dict[str, int] = Field(default_factory=dict)
     internal_fragmentation: float = 0.0
     external_fragmentation: float = 0.0
@@ -147,6 +148,7 @@ class InstanceDetail(Body):
     num_pinned_blocks: int = 0
     tenants: list[TenantStatus] = Field(default_factory=list)
     tiers: list[TierStatus] = Field(default_factory=list)
+    asked_s_ago: float | None = None
     hot_prefixes: list[PrefixStatus] = Field(default_factory=list)
 
 
@@ -177,7 +179,7 @@ def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
         type="" if facts is None else (facts.kind if load is None else load.kind).value,
         state=_state(member, num_requests),
         endpoint=client.endpoint,
-        fault=member.fault or client.fault,
+        fault=member.why,
         last_failure=record.last_failure,
         last_failure_s_ago=_ago(record.failed_s, now_s),
         num_requests=num_requests,
@@ -217,7 +219,7 @@ def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
     client = cast(RecordedClient, member.client)
     detail = InstanceDetail(
         instance=instance_status(engine, name),
-        asked_s_ago=_ago(client.record.diagnosed_s, engine.clock.now()),
+        asked_s_ago=_ago(client.record.seen_s, engine.clock.now()),
     )
     if member.facts is not None:
         capability = member.facts.capability
@@ -225,14 +227,14 @@ def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
         detail.max_num_seqs, detail.max_model_len = capability.max_num_seqs, member.facts.max_model_len
     if member.stats is not None:
         _add_stats(detail, member.stats)
-    if client.record.diagnostics is not None:
-        _add_diagnostics(detail, client.record.diagnostics)
+    if member.diagnostics is not None:
+        _add_diagnostics(detail, member.diagnostics)
     detail.hot_prefixes = [PrefixStatus(**each._asdict()) for each in client.record.hot_prefixes]
     return detail
 
 
 def look(engine: FleetEngine, name: str) -> bool:
-    """Ask an instance for what `instance_detail` shows. False: no answer will come."""
+    """Ask an instance for its hot prefixes, which `instance_detail` shows. False: they will not come."""
     return cast(RecordedClient, engine.members[name].client).look()
 
 
@@ -246,7 +248,7 @@ def _add_stats(detail: InstanceDetail, stats: EngineStats) -> None:
 
 
 def _add_diagnostics(detail: InstanceDetail, found: EngineDiagnostics) -> None:
-    detail.evicted_blocks = dict(found.evicted_blocks)
+    detail.has_diagnostics, detail.evicted_blocks = True, dict(found.evicted_blocks)
     detail.internal_fragmentation = found.internal_fragmentation
     detail.external_fragmentation = found.external_fragmentation
     detail.num_pinned_prefixes, detail.num_pinned_blocks = found.num_pinned_prefixes, found.num_pinned_blocks

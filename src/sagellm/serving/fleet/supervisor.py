@@ -84,7 +84,7 @@ class Supervisor:
         self._ended: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._reader, self._writer = os.pipe()
-        self._num_fronts, self._is_complete = 0, False
+        self._is_complete = False
         try:
             self._pool = host_pool(config.fleet)
             self._know(fleet_instances(config.fleet))
@@ -165,7 +165,6 @@ class Supervisor:
         process = self._processes[name]
         process.restart_s, process.started_s = None, time.monotonic()
         process.num_starts += 1
-        self._num_fronts += name == FRONT
         role = self._front_role() if name == FRONT else process.role
         group: list[ProcessGroup] = []
         try:
@@ -296,7 +295,7 @@ class Supervisor:
             "instances": self._endpoints,
             "listener": self._listener.fileno(),
             "commands": self._writer,
-            "is_first": self._num_fronts == 1,
+            "is_first": not self._is_complete,
         }
         return Role(FRONT, FRONT_ENTRY, options, files=(self._listener.fileno(), self._writer))
 
