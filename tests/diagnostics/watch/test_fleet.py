@@ -142,7 +142,8 @@ def test_one_instance_in_detail() -> None:
         instance=READY, dtype="bfloat16", block_size=16, max_num_seqs=64, max_model_len=4096,
         blocks={"active": 500, "cached": 250, "free": 250}, num_steps=321, num_prompt_tokens=8000,
         num_hit_tokens=6000, misses={"cold": 30, "capacity": 10}, asked_s_ago=0.1,
-        has_diagnostics=True, evicted_blocks={"capacity": 70}, num_pinned_prefixes=1, num_pinned_blocks=4, tiers=[tier],
+        has_diagnostics=True,
+        evicted_blocks={"capacity": 70}, num_pinned_prefixes=1, num_pinned_blocks=4, tiers=[tier],
         hot_prefixes=[PrefixStatus(digest="0f", num_tokens=64, num_blocks=4, num_uses=9, idle_s=3.0)],
         tenants=[TenantStatus(tenant=name, num_prompt_tokens=10, num_hit_tokens=5) for name in ("", "b")],
     )  # fmt: skip
