@@ -30,17 +30,18 @@ def table(path: str) -> str:
 def _section(path: str) -> type[BaseModel]:
     kind: Any = Config
     for part in path.split("."):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            kind = kind.model_fields[part].annotation
-        else:
-            kind = _models(kind)[0]
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        [kind] = _models(kind)
-    return kind
+        found = _model(kind)
+        kind = found.model_fields[part].annotation if kind is found else found
+    found = _model(kind)
+    if found is None:
+        raise ValueError(f"{path} is no section of the configuration")
+    return found
 
 
-def _models(kind: Any) -> list[type[BaseModel]]:
-    return [each for each in get_args(kind) if isinstance(each, type) and issubclass(each, BaseModel)]
+def _model(kind: Any) -> Any:
+    """A section, or that of the values of a mapping or list; None: there is none."""
+    kinds = (kind, *get_args(kind))
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _default(info: FieldInfo) -> str:

@@ -27,6 +27,7 @@ _NAME = argument("INSTANCE", "Its name in `status`.", ...)
 @command
 def status(url: str | None = _URL, key: str | None = _KEY, as_json: bool = _JSON) -> None:
     """Show each instance: its state, load and faults."""
+    key = key or os.environ.get(env_name("server.api_key"))
     _show(ask("GET", url, "/v1/fleet", key, timeout_s=STATUS_S), as_json=as_json)
 
 

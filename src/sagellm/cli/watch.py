@@ -23,6 +23,7 @@ from sagellm.benchmarks.reporting import check_writable, print_tables, write_jso
 from sagellm.cli._options import OptionGroup, argument, command, flag
 from sagellm.cli.cache_server import DEFAULT_URL
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.config_layers import env_name
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class FleetOptions(OptionGroup):
     url: str | None = flag("--url URL", "Show the instances of the fleet at this address.")
     instance: str | None = flag("NAME", "Also show this one in detail; needs an admin key.")
     admin_key: str | None = flag("KEY", "The fleet's; default: SAGELLM_SERVER_ADMIN_KEY.")
+    api_key: str | None = flag("KEY", "Where clients need one; default: SAGELLM_SERVER_API_KEY.")
 
 
 _KV_BY_LAYER = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
@@ -181,7 +183,8 @@ def _watch_fleet(options: FleetOptions, seconds: float, interval: float, json_fi
 
     if json_file is not None:
         check_writable(json_file)
-    watch = FleetWatch(options.url or DEFAULT_URL, options.admin_key, options.instance)
+    api_key = options.api_key or os.environ.get(env_name("server.api_key"))
+    watch = FleetWatch(options.url or DEFAULT_URL, options.admin_key, api_key, options.instance)
     with _stopped_by_signals() as stop:
         watch_fleet(watch, interval, seconds, stop.is_stopped, json_file)
 

@@ -33,12 +33,14 @@ LINE_S = 60.0
 
 @dataclass(slots=True)
 class FleetWatch:
-    """Looks at a fleet again and again. `instance`: also at this one, which needs an admin key.
+    """Looks at a fleet again and again. `instance`: also at this one, which needs the admin key `key`.
 
+    `api_key`: a client's; None: the admin key is shown.
     `trouble`: why the last look gave nothing; empty if it did. Then `status` and `detail` are older."""
 
     url: str
     key: str | None = None
+    api_key: str | None = None
     instance: str | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     status: Status | None = None
@@ -48,18 +50,18 @@ class FleetWatch:
 
     def look(self) -> None:
         """Ask the front. Raises `ConfigError` if it never answered, unless it is about to."""
+        is_first = self.status is None
         try:
-            status = ask("GET", self.url, "/v1/fleet", self.key, timeout_s=TIMEOUT_S)
+            self.status = ask("GET", self.url, "/v1/fleet", self.api_key or self.key, timeout_s=TIMEOUT_S)
+            self._growth.update(self.status)
             if self.instance is not None:
                 path = f"/v1/admin/fleet/instances/{quote(self.instance, safe='')}"
                 self.detail = ask("GET", self.url, path, self.key, timeout_s=TIMEOUT_S)
+            self.trouble = ""
         except ConfigError as error:
-            if self.status is None and not isinstance(error, NotServingError):
+            if is_first and not isinstance(error, NotServingError):
                 raise
             self.trouble = str(error)
-            return
-        self.status, self.trouble = status, ""
-        self._growth.update(status)
 
     @property
     def watched(self) -> Status | None:

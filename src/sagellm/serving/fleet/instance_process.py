@@ -64,13 +64,12 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
     its KV is reached by TCP; empty: by shared memory, from this host alone.
     """
     name, key, config = options["name"], FleetKey(options["key"]), Config.model_validate(options["config"])
-    events = EventBus()
-    engine = build_engine(located(config), events=events)
-    hand_overs = _hand_overs(engine, name, key, options.get("host", ""))
-    publisher = None
-    if config.events.endpoint is not None:
+    events, publisher = EventBus(), None
+    if config.events.endpoint is not None:  # first: a port that is taken is told before a model is loaded
         rank = options.get("rank", 0)
         publisher = KVEventPublisher.of(events, config.events, config.kv.block_size, rank=rank)
+    engine = build_engine(located(config), events=events)
+    hand_overs = _hand_overs(engine, name, key, options.get("host", ""))
     server = InstanceServer(
         name,
         engine,
