@@ -52,10 +52,6 @@ def _default(info: FieldInfo) -> str:
         return str(value.value)
     if value in (None, "", (), {}):
         return "none"
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
