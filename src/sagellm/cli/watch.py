@@ -133,13 +133,9 @@ def watch(
     if not duration > 0 or (interval is not None and not interval > 0):
         raise ConfigError("--duration and --interval must be more than 0 seconds")
     if fleet.url is not None or fleet.instance is not None:
-        if servers or proxy or record or text:
-            raise ConfigError("--url shows a fleet: SERVER, --proxy, --record and --text are for KV events")
-        _watch_fleet(fleet, duration, interval or FLEET_INTERVAL_S, json_file)
+        _watch_fleet(fleet, duration, interval, json_file, [*servers, proxy, record, text])
         return
-    interval = interval or INTERVAL_S
     from sagellm.control_plane.kv_events.publisher import WallClock
-    from sagellm.diagnostics.watch.page import render
     from sagellm.diagnostics.watch.proxy import ReportingProxy
     from sagellm.diagnostics.watch.recording import WatchRecording
     from sagellm.diagnostics.watch.watcher import Watcher
@@ -163,30 +159,45 @@ def watch(
             if proxy is not None:
                 url = stack.enter_context(ReportingProxy(proxy, host, port)).url
                 print(f"sagellm: send requests to {url}, which passes them on to {proxy}", file=sys.stderr)
-            _follow(watcher, duration, interval, stop.is_stopped)
+            _follow(watcher, duration, interval or INTERVAL_S, stop.is_stopped)
         finally:
             watcher.close()
         stop.is_stopped.set()  # the next signal ends the replays
         with _replay_view() as show:
             report = watcher.report(jobs=JOBS, decode=decode, on_replay=show)
+    _write(report, out_file, json_file)
+    if recording is not None:
+        print(recording.summary())
+
+
+def _write(report: WatchReport, out_file: Path, json_file: Path | None) -> None:
+    from sagellm.diagnostics.watch.page import render
+
     out_file.write_text(render(report), encoding="utf-8")
     if json_file is not None:
         write_json(json_file, as_json(report))
     _show(report)
     print(f"\n{out_file}")
-    if recording is not None:
-        print(recording.summary())
 
 
-def _watch_fleet(options: FleetOptions, seconds: float, interval: float, json_file: Path | None) -> None:
+def _watch_fleet(
+    options: FleetOptions,
+    seconds: float,
+    interval: float | None,
+    json_file: Path | None,
+    others: Sequence[object],
+) -> None:
+    """Show a fleet. `others`: options that go with KV events alone."""
     from sagellm.cli.watch_fleet import FleetWatch, watch_fleet
 
+    if any(others):
+        raise ConfigError("--url shows a fleet: SERVER, --proxy, --record and --text are for KV events")
     if json_file is not None:
         check_writable(json_file)
     api_key = options.api_key or os.environ.get(env_name("server.api_key"))
     watch = FleetWatch(options.url or DEFAULT_URL, options.admin_key, api_key, options.instance)
     with _stopped_by_signals() as stop:
-        watch_fleet(watch, interval, seconds, stop.is_stopped, json_file)
+        watch_fleet(watch, interval or FLEET_INTERVAL_S, seconds, stop.is_stopped, json_file)
 
 
 def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:

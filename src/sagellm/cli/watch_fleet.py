@@ -36,24 +36,24 @@ class FleetWatch:
     """Looks at a fleet again and again. `instance`: also at this one, which needs the admin key `key`.
 
     `api_key`: a client's; None: the admin key is shown.
-    `trouble`: why the last look gave nothing; empty if it did. Then `status` and `detail` are older."""
+    `trouble`: why the last look gave nothing; empty if it did. Then `fleet` and `detail` are older."""
 
     url: str
     key: str | None = None
     api_key: str | None = None
     instance: str | None = None
     clock: Clock = field(default_factory=MonotonicClock)
-    status: Status | None = None
+    fleet: Status | None = None
     detail: Status | None = None
     trouble: str = ""
     _growth: FleetGrowth = field(default_factory=FleetGrowth)
 
     def look(self) -> None:
         """Ask the front. Raises `ConfigError` if it never answered, unless it is about to."""
-        is_first = self.status is None
+        is_first = self.fleet is None
         try:
-            self.status = ask("GET", self.url, "/v1/fleet", self.api_key or self.key, timeout_s=TIMEOUT_S)
-            self._growth.update(self.status)
+            self.fleet = ask("GET", self.url, "/v1/fleet", self.api_key or self.key, timeout_s=TIMEOUT_S)
+            self._growth.update(self.fleet)
             if self.instance is not None:
                 path = f"/v1/admin/fleet/instances/{quote(self.instance, safe='')}"
                 self.detail = ask("GET", self.url, path, self.key, timeout_s=TIMEOUT_S)
@@ -66,7 +66,7 @@ class FleetWatch:
     @property
     def watched(self) -> Status | None:
         """The status with what was counted while it was watched."""
-        return None if self.status is None else self._growth.applied(self.status)
+        return None if self.fleet is None else self._growth.applied(self.fleet)
 
     def tables(self, seconds: float) -> list[Table]:
         if self.watched is None:
@@ -79,7 +79,7 @@ class FleetWatch:
 
     def lines(self) -> list[str]:
         trouble = [self.trouble] if self.trouble else []
-        return trouble if self.status is None else [*trouble, *fleet_lines(self.status)]
+        return trouble if self.fleet is None else [*trouble, *fleet_lines(self.fleet)]
 
 
 def watch_fleet(
@@ -103,15 +103,18 @@ def watch_fleet(
                 if passed_s >= next_line_s:
                     next_line_s += LINE_S
                     _log(f"{duration(passed_s)}: {fleet_line(watch.watched)}")
-            before, trouble = watch.status, watch.trouble
-            if ended.wait(max(0.0, min(interval, seconds - passed_s))) or passed_s >= seconds:
+            before, trouble = watch.fleet, watch.trouble
+            if (
+                ended.wait(max(0.0, min(interval, seconds - passed_s, threading.TIMEOUT_MAX)))
+                or passed_s >= seconds
+            ):
                 break
     print_tables(watch.tables(watch.clock.now() - began_s))
     for line in watch.lines():
         print(line)
     if json_file is not None:
-        write_json(json_file, {"status": watch.status, "watched": watch.watched, "instance": watch.detail})
-    if watch.status is None:
+        write_json(json_file, {"status": watch.fleet, "watched": watch.watched, "instance": watch.detail})
+    if watch.fleet is None:
         raise ConfigError(f"the fleet did not serve within {duration(seconds)}: {watch.trouble}")
 
 

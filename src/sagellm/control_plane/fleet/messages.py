@@ -18,7 +18,7 @@ from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PromptExplanation
 from sagellm.core.protocols.fleet import HandOver, HandOverReport, InstanceFacts
-from sagellm.core.protocols.prefix_cache import HotPrefix, MissCounts, PromptSpan
+from sagellm.core.protocols.prefix_cache import ReusedPrefix, MissCounts, PromptSpan
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import (
     FinishReason,
@@ -211,7 +211,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "diagnostics": (tuple[()], EngineDiagnostics),
     "pin": (tuple[Tokens, Namespace], Pinned),
     "unpin": (tuple[int], None),
-    "hot_prefixes": (tuple[int], list[HotPrefix]),
+    "hot_prefixes": (tuple[int], list[ReusedPrefix]),
     "clear_cache": (tuple[bool], int),
     "hint": (tuple[KVHintsEnvelope, Namespace], list[HintOutcome]),
     "explain": (tuple[Tokens, Namespace, str | None], PromptExplanation),

@@ -17,7 +17,7 @@ from sagellm.core.protocols.fleet import (
     InstanceLost,
     RequestRefused,
 )
-from sagellm.core.protocols.prefix_cache import HotPrefix
+from sagellm.core.protocols.prefix_cache import ReusedPrefix
 from sagellm.core.types import RequestOutput
 
 RATE_S = 5.0
@@ -41,7 +41,7 @@ class InstanceRecord:
         self.num_handed_over = self.num_failed = 0
         self.last_failure = ""
         self.failed_s: float | None = None
-        self.hot_prefixes: Sequence[HotPrefix] = ()
+        self.hot_prefixes: Sequence[ReusedPrefix] = ()
         self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
@@ -88,7 +88,7 @@ class InstanceRecord:
         """Remember it as the last failure."""
         self.last_failure, self.failed_s = reason, self._clock.now()
 
-    def seen(self, found: Sequence[HotPrefix]) -> None:
+    def seen(self, found: Sequence[ReusedPrefix]) -> None:
         self.hot_prefixes, self.seen_s = found, self._clock.now()
 
     def _on_output(self, output: RequestOutput) -> None:

@@ -66,7 +66,7 @@ class Branch(NamedTuple):
     used_s: float
 
 
-class HotPrefix(NamedTuple):
+class ReusedPrefix(NamedTuple):
     """A resident prefix that was used again. `digest` names its last part and shows no text.
 
     It has `num_tokens` from the prompt's beginning; its last `num_blocks` blocks were used `num_uses` times:
@@ -405,7 +405,7 @@ class PrefixReuseIndex(Protocol):
     def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:
         """Where a match of the tokens ends, and why. Not for hot paths."""
 
-    def hot_prefixes(self, count: int) -> Sequence[HotPrefix]:
+    def hot_prefixes(self, count: int) -> Sequence[ReusedPrefix]:
         """The resident prefixes that saved most blocks, at most so many, the best first.
 
         Each ends where prompts part, or have ended. Linear in the index. Not for hot paths."""

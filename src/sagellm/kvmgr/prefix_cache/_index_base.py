@@ -14,7 +14,7 @@ from sagellm.core.events import BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import (
     Branch,
-    HotPrefix,
+    ReusedPrefix,
     IndexNode,
     MatchEnd,
     MatchReport,
@@ -254,7 +254,7 @@ class IndexBase(ABC, Generic[ExtentType]):
             below = extent
         return found
 
-    def hot_prefixes(self, count: int) -> list[HotPrefix]:
+    def hot_prefixes(self, count: int) -> list[ReusedPrefix]:
         order, stack = list[ExtentType](), list(self._first_extents())
         while stack:
             order.append(stack.pop())
@@ -274,7 +274,7 @@ class IndexBase(ABC, Generic[ExtentType]):
         best = heapq.nlargest(count, again, key=lambda each: (uses[id(each)] - 1) * lengths[id(each)])
         now_s = self._clock.now()
         return [
-            HotPrefix(
+            ReusedPrefix(
                 f"{each.key:016x}", each.end_block * self.block_size, lengths[id(each)], uses[id(each)],
                 now_s - used_s[id(each)],
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
@@ -104,7 +104,7 @@ class TierStatus(Body):
 
 
 class PrefixStatus(Body):
-    """A cached prefix that was used again (`HotPrefix`). `digest` names it and shows no text."""
+    """A cached prefix that was used again (`ReusedPrefix`). `digest` names it and shows no text."""
 
     digest: str
     num_tokens: int
@@ -172,11 +172,9 @@ def fleet_status(engine: FleetEngine, model: str, began_s: float) -> FleetStatus
 def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
     member, now_s = engine.members[name], engine.clock.now()
     client = cast(RecordedClient, member.client)
-    load, facts, record, stats = member.load, member.facts, client.record, member.stats
-    num_requests = engine.requests.num_on(name)
-    status = InstanceStatus(
+    record, num_requests = client.record, engine.requests.num_on(name)
+    return InstanceStatus(
         name=name,
-        type="" if facts is None else (facts.kind if load is None else load.kind).value,
         state=_state(member, num_requests),
         endpoint=client.endpoint,
         fault=member.why,
@@ -192,25 +190,51 @@ def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
         num_handed_over=record.num_handed_over,
         num_failed_hand_overs=record.num_failed,
         num_lost=member.num_lost,
+        **_of_process(member, _ago(record.connected_s, now_s)),
+        **_of_load(member, now_s),
     )
-    if facts is not None:
-        connected_s = _ago(record.connected_s, now_s)
-        status.pid, status.version = facts.pid or None, facts.version or facts.capability.device
-        status.device = facts.capability.device
-        status.kv_events, status.kv_replay = facts.kv_events, facts.kv_replay
-        status.connected_s = connected_s
-        status.uptime_s = facts.uptime_s + (connected_s or 0.0) if facts.version else None
+
+
+def _of_process(member: Member, connected_s: float | None) -> dict[str, Any]:
+    """What an instance said when it was connected."""
+    facts, load = member.facts, member.load
+    if facts is None:
+        return {"type": ""}
+    return {
+        "type": (facts.kind if load is None else load.kind).value,
+        "pid": facts.pid or None,
+        "version": facts.version or facts.capability.device,  # of a plain server the engine and its version
+        "device": facts.capability.device,
+        "kv_events": facts.kv_events,
+        "kv_replay": facts.kv_replay,
+        "connected_s": connected_s,
+        "uptime_s": facts.uptime_s + (connected_s or 0.0) if facts.version else None,
+    }
+
+
+def _of_load(member: Member, now_s: float) -> dict[str, Any]:
+    """What it has reported since."""
+    load, stats, found = member.load, member.stats, dict[str, Any]()
     if load is not None:
-        status.reported_s_ago = now_s - load.reported_s
-        status.num_waiting, status.num_running = load.num_waiting, load.num_running
-        status.num_queued_tokens, status.num_blocks = load.num_queued_tokens, load.num_blocks
-        status.kv_cache_usage, status.utilization = load.kv_cache_usage, load.utilization
-        status.num_evicted_blocks, status.step_s = load.eviction_count, load.step_s
+        found |= {
+            "reported_s_ago": _ago(load.reported_s, now_s),
+            "num_waiting": load.num_waiting,
+            "num_running": load.num_running,
+            "num_queued_tokens": load.num_queued_tokens,
+            "num_blocks": load.num_blocks,
+            "kv_cache_usage": load.kv_cache_usage,
+            "utilization": load.utilization,
+            "num_evicted_blocks": load.eviction_count,
+            "step_s": load.step_s,
+        }
     if stats is not None:
-        status.tier_faults, status.num_preemptions = list(stats.tier_faults), stats.num_preemptions
-        if total := sum(_blocks(stats).values()):
-            status.kv_cached = stats.blocks_cached / total
-    return status
+        num_blocks = sum(_blocks(stats).values())
+        found |= {
+            "tier_faults": list(stats.tier_faults),
+            "num_preemptions": stats.num_preemptions,
+            "kv_cached": stats.blocks_cached / num_blocks if num_blocks else None,
+        }
+    return found
 
 
 def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
