@@ -18,7 +18,7 @@ from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PromptExplanation
 from sagellm.core.protocols.fleet import HandOver, HandOverReport, InstanceFacts
-from sagellm.core.protocols.prefix_cache import ReusedPrefix, MissCounts, PromptSpan
+from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan, ReusedPrefix
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import (
     FinishReason,

@@ -326,6 +326,8 @@ class PlainServer:
             self._capability(kind),
             kind.max_model_len,
             draws_by_position=kind.draws_by_position,
+            kv_events=self._config.events or "",
+            kv_replay=self._config.replay or "",
         )
         return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now(), self._kv_events())
 

@@ -14,11 +14,11 @@ from sagellm.core.events import BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import (
     Branch,
-    ReusedPrefix,
     IndexNode,
     MatchEnd,
     MatchReport,
     PrefixHit,
+    ReusedPrefix,
 )
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, ExtentType, Ghost
