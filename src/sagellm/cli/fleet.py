@@ -110,7 +110,10 @@ def ask(
         raise NotServingError(f"{address}: {refusal(answer)}")
     if answer.status_code != 200:
         raise ConfigError(f"{address}: {refusal(answer)}")
-    found: dict[str, Any] = answer.json()
+    try:
+        found: dict[str, Any] = answer.json()
+    except ValueError:
+        raise ConfigError(f"{address} answers what is no JSON: is this a sageLLM server?") from None
     return found
 
 

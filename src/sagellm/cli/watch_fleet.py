@@ -88,7 +88,8 @@ def watch_fleet(
     """Show the fleet until the time is up or the event is set; then print it, and write its figures."""
     began_s = watch.clock.now()
     terminal = Console(stderr=True)
-    next_line_s, before, trouble = LINE_S, None, ""
+    next_line_s, trouble = LINE_S, ""
+    before: Status | None = None
     with Live(console=terminal, transient=True, auto_refresh=False) as live:
         while True:
             watch.look()

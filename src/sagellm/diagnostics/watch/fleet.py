@@ -81,6 +81,7 @@ _SUMS = (*COUNTS, "num_running", "num_waiting", "tokens_per_s", "num_hand_overs"
 def _total(instances: Sequence[Status]) -> Status:
     """Shares of the KV cache are weighted by its size; `busy` is the mean. A hand-over has two sides."""
     there = [each for each in instances if each.get("reported_s_ago") is not None]
+    cached = [each for each in there if each.get("kv_cached") is not None]
     num_ready = sum(each["state"] == "ready" for each in instances)
     return {
         **{name: sum(each[name] for each in instances) for name in _SUMS},
@@ -89,7 +90,7 @@ def _total(instances: Sequence[Status]) -> Status:
         "state": f"{num_ready} of {len(instances)} ready",
         "reported_s_ago": 0.0 if there else None,
         "kv_cache_usage": _weighted(there, "kv_cache_usage"),
-        "kv_cached": _weighted([each for each in there if each.get("kv_cached") is not None], "kv_cached"),
+        "kv_cached": _weighted(cached, "kv_cached") if cached else None,
         "utilization": sum(each["utilization"] for each in there) / max(1, len(there)),
     }
 
@@ -147,6 +148,7 @@ def fleet_line(status: Status) -> str:
 
 def instance_tables(detail: Status) -> Iterator[Table]:
     """One instance: its blocks and requests, why blocks were computed, its tiers and tenants."""
+    rows: list[tuple[str, ...]]
     yield Table(detail["instance"]["name"], ("figure", ""), list(_figures(detail)), num_names=1)
     for title, counts in (
         ("prompt blocks that had to be computed, by cause", detail["misses"]),
