@@ -72,12 +72,14 @@ def report(name: str, state: HandOverState, reason: str = "") -> HandOverReport:
 
 def test_hand_overs_are_under_way_until_their_last_report(record: InstanceRecord) -> None:
     for name in ("a", "b", "c", "d"):
+        record.moves(name)
         record.take(report(name, HandOverState.BOOTSTRAPPING))
         record.take(report(name, HandOverState.TRANSFERRING))
     assert record.num_under_way == 4
     record.take(report("a", HandOverState.READY))
     record.take(report("b", HandOverState.FAILED, "no sign of it"))
     record.drop("c")  # aborted: no last report comes
+    record.take(report("c", HandOverState.TRANSFERRING))  # it was under way
     assert (record.num_under_way, record.num_handed_over, record.num_failed) == (1, 1, 1)
     assert record.last_failure == "a decode of KV failed: no sign of it"
     record.take(InstanceLost("its connection has ended"))

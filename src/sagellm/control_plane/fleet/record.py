@@ -18,7 +18,7 @@ from sagellm.core.protocols.fleet import (
     RequestRefused,
 )
 from sagellm.core.protocols.prefix_cache import ReusedPrefix
-from sagellm.core.types import RequestOutput
+from sagellm.core.types import FinishReason, RequestOutput
 
 RATE_S = 5.0
 """`tokens_per_s` is the mean of so many last seconds."""
@@ -45,6 +45,8 @@ class InstanceRecord:
         self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
+        self._moving: set[str] = set()
+        """Requests whose KV comes from there or goes there, now or soon. Of others come late reports."""
         self._hand_overs: dict[str, HandOverPart] = {}
         self._drawn: deque[tuple[int, int]] = deque()
         """Tokens by bucket of time, for the rate."""
@@ -73,16 +75,22 @@ class InstanceRecord:
                 self.connected_s = None
                 self._answers.clear()
                 self._hand_overs.clear()
+                self._moving.clear()
                 self.fail(f"lost: {reason}")
             case RequestRefused(request_id, error, again):
                 self.drop(request_id)
                 if again:  # else the request is at fault
                     self.fail(f"a request failed: {error}")
 
+    def moves(self, request_id: str) -> None:
+        """A request is submitted there with a hand-over: reports of it will follow."""
+        self._moving.add(request_id)
+
     def drop(self, request_id: str) -> None:
         """A request was aborted there: nothing more will be said of it."""
         self._answers.pop(request_id, None)
         self._hand_overs.pop(request_id, None)
+        self._moving.discard(request_id)
 
     def fail(self, reason: str) -> None:
         """Remember it as the last failure."""
@@ -103,6 +111,8 @@ class InstanceRecord:
         if output.finish_reason is not None:
             self._count_cached(output)  # a plain server says it at the end
             self._answers.pop(name, None)
+            if output.finish_reason is not FinishReason.MOVED:
+                self._moving.discard(name)
         if output.error is not None:
             self.fail(f"a request failed: {output.error}")
 
@@ -112,10 +122,14 @@ class InstanceRecord:
             self.num_cached_tokens += min(output.num_cached_tokens, output.num_prompt_tokens)
 
     def _on_report(self, report: HandOverReport) -> None:
+        if report.request_id not in self._moving:
+            return
         if not report.is_last:
             self._hand_overs[report.request_id] = report.part
             return
         self._hand_overs.pop(report.request_id, None)
+        if report.part is HandOverPart.PREFILL:
+            self._moving.discard(report.request_id)
         if report.state is HandOverState.READY:
             self.num_handed_over += 1
         else:
