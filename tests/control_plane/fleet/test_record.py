@@ -86,6 +86,23 @@ def test_hand_overs_are_under_way_until_their_last_report(record: InstanceRecord
     assert record.num_under_way == 0
 
 
+def test_a_failure_that_ends_the_request_counts_after_its_output(record: InstanceRecord) -> None:
+    record.moves("a")
+    record.take(report("a", HandOverState.BOOTSTRAPPING))
+    record.take(output("a", 0, 0, reason=FinishReason.ERROR))
+    record.take(report("a", HandOverState.FAILED, "no sign of it"))
+    assert (record.num_under_way, record.num_failed) == (0, 1)
+
+
+def test_a_prefix_that_is_fetched_and_sent_on_counts_twice(record: InstanceRecord) -> None:
+    record.moves("a", 2)
+    for part in (HandOverPart.FETCH, HandOverPart.PREFILL):
+        record.take(HandOverReport("a", part, HandOverState.TRANSFERRING))
+        record.take(HandOverReport("a", part, HandOverState.READY))
+    record.take(HandOverReport("a", HandOverPart.PREFILL, HandOverState.TRANSFERRING))
+    assert (record.num_under_way, record.num_handed_over) == (0, 2)
+
+
 def test_what_is_a_failure(clock: ManualClock, record: InstanceRecord) -> None:
     record.take(RequestRefused("a", SageError("no such parameter")))  # the request's own fault
     assert record.failed_s is None

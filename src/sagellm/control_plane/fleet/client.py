@@ -175,7 +175,7 @@ class RemoteInstance:
         self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
     ) -> None:
         if hand_over is not None:
-            self.record.moves(request.request_id)
+            self.record.moves(request.request_id, 1 if onward is None else 2)
         self._post(Submit(request, hand_over, onward, max(0.0, self._clock.now() - request.arrival_s)))
 
     def abort(self, request_id: str) -> None:

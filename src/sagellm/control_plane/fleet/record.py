@@ -45,8 +45,9 @@ class InstanceRecord:
         self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
-        self._moving: set[str] = set()
-        """Requests whose KV comes from there or goes there, now or soon. Of others come late reports."""
+        self._moving: dict[str, int] = {}
+        """Requests whose KV comes or goes there, now or soon, and how many last reports will follow. Reports of
+        others are late."""
         self._hand_overs: dict[str, HandOverPart] = {}
         self._drawn: deque[tuple[int, int]] = deque()
         """Tokens by bucket of time, for the rate."""
@@ -82,15 +83,15 @@ class InstanceRecord:
                 if again:  # else the request is at fault
                     self.fail(f"a request failed: {error}")
 
-    def moves(self, request_id: str) -> None:
-        """A request is submitted there with a hand-over: reports of it will follow."""
-        self._moving.add(request_id)
+    def moves(self, request_id: str, num_parts: int = 1) -> None:
+        """A request is submitted there with so many hand-overs: reports of it will follow."""
+        self._moving[request_id] = num_parts
 
     def drop(self, request_id: str) -> None:
         """A request was aborted there: nothing more will be said of it."""
         self._answers.pop(request_id, None)
         self._hand_overs.pop(request_id, None)
-        self._moving.discard(request_id)
+        self._moving.pop(request_id, None)
 
     def fail(self, reason: str) -> None:
         """Remember it as the last failure."""
@@ -111,8 +112,10 @@ class InstanceRecord:
         if output.finish_reason is not None:
             self._count_cached(output)  # a plain server says it at the end
             self._answers.pop(name, None)
-            if output.finish_reason is not FinishReason.MOVED:
-                self._moving.discard(name)
+            if name in self._hand_overs:
+                self._moving[name] = 1
+            elif output.finish_reason is not FinishReason.MOVED:
+                self._moving.pop(name, None)
         if output.error is not None:
             self.fail(f"a request failed: {output.error}")
 
@@ -128,8 +131,9 @@ class InstanceRecord:
             self._hand_overs[report.request_id] = report.part
             return
         self._hand_overs.pop(report.request_id, None)
-        if report.part is HandOverPart.PREFILL:
-            self._moving.discard(report.request_id)
+        self._moving[report.request_id] -= 1
+        if not self._moving[report.request_id]:
+            del self._moving[report.request_id]
         if report.state is HandOverState.READY:
             self.num_handed_over += 1
         else:
