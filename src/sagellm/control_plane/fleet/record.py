@@ -46,8 +46,9 @@ class InstanceRecord:
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
         self._moving: dict[str, int] = {}
-        """Requests whose KV comes or goes there, now or soon, and how many last reports will follow. Reports of
-        others are late."""
+        """Requests whose KV comes or goes there, now or soon, and how many last reports will follow.
+
+        Reports of others are late."""
         self._hand_overs: dict[str, HandOverPart] = {}
         self._drawn: deque[tuple[int, int]] = deque()
         """Tokens by bucket of time, for the rate."""
