@@ -87,7 +87,7 @@ def test_a_watch_waits_for_a_fleet_that_starts(capsys: pytest.CaptureFixture[str
 
 
 def test_a_fleet_that_never_serves() -> None:
-    with pytest.raises(ConfigError, match="the fleet did not serve within .*is starting"):
+    with pytest.raises(ConfigError, match=r"the fleet did not serve within .*is starting"):
         watch(STARTING, STARTING)
 
 
