@@ -55,7 +55,7 @@ def test_tokens_come_while_an_instance_does_not_answer(scene: Scene) -> None:
     scene.front.drain("i-1")
     silent = scene.servers.pop("i-1")
     asking = Asking(lambda: scene.front.clear_cache())
-    scene.until(lambda: bool(scene.front._questions._asked))
+    scene.until(lambda: scene.front._questions.is_open)
     scene.front.add(request("r", PROMPT, 20))
     scene.finish()
     assert len(scene.tokens["r"]) == 20
@@ -104,7 +104,7 @@ def test_a_pin_whose_caller_gave_it_up_is_given_up(scene: Scene, monkeypatch: py
     asking = Asking(lambda: scene.front.pin_prefix(Tokens(PROMPT), Namespace()))
     scene.until(lambda: asking.is_done)
     assert isinstance(asking.error, RequestError)
-    scene.until(lambda: not scene.front._questions._asked)
+    scene.until(lambda: not scene.front._questions.is_open)
     for _ in range(20):
         scene.turn()
     assert not scene.engine("i-0").diagnostics().num_pinned_prefixes
@@ -113,7 +113,7 @@ def test_a_pin_whose_caller_gave_it_up_is_given_up(scene: Scene, monkeypatch: py
 def test_a_lost_instance_answers_with_an_error(scene: Scene) -> None:
     silent = scene.servers.pop("i-1")
     asking = Asking(lambda: scene.front.clear_cache())
-    scene.until(lambda: bool(scene.front._questions._asked))
+    scene.until(lambda: scene.front._questions.is_open)
     scene.servers["i-1"] = silent
     scene.kill("i-1")
     scene.until(lambda: asking.is_done)
@@ -124,7 +124,7 @@ def test_a_lost_instance_answers_with_an_error(scene: Scene) -> None:
 def test_the_end_of_the_front_ends_questions(scene: Scene) -> None:
     scene.servers.pop("i-1").close()
     asking = Asking(lambda: scene.front.clear_cache())
-    scene.until(lambda: bool(scene.front._questions._asked) or asking.is_done)
+    scene.until(lambda: scene.front._questions.is_open or asking.is_done)
     scene.front.close()
     asking._thread.join(20.0)
     assert asking.is_done

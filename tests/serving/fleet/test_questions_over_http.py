@@ -35,7 +35,7 @@ def test_tokens_and_metrics_come_while_an_instance_is_silent(tmp_path: Path) -> 
             silent.set()
             headers = {"Authorization": "Bearer an admin key"}
             cleared = pool.submit(live.http.post, "/reset_prefix_cache", headers=headers)
-            wait_until(lambda: bool(scene.front._questions._asked) or cleared.done())
+            wait_until(lambda: scene.front._questions.is_open or cleared.done())
             body = {"model": "m", "prompt": list(range(1, 30)), "max_tokens": 20, "ignore_eos": True}
             answer = live.http.post("/v1/completions", json=body)
             assert answer.status_code == 200

@@ -157,7 +157,8 @@ class FleetEngine(KnownInstances):
         self.wake()
 
     def has_work(self) -> bool:
-        return bool(len(self.requests) or self._outputs) or self._clock.now() >= self._next_tick_s
+        is_asked = self._questions.is_open or not self._tasks.empty()
+        return bool(len(self.requests) or self._outputs or is_asked) or self._clock.now() >= self._next_tick_s
 
     def idle_s(self) -> float | None:
         return max(0.0, self._next_tick_s - self._clock.now())

@@ -52,6 +52,11 @@ class Questions:
         self._late_pins: dict[_Call, Member] = {}
         """Pins that are given up again, as their answer comes too late."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._asked)
+
     def ask(
         self, whom: Callable[[], Sequence[Member]], name: str, arguments: Sequence[Any] = ()
     ) -> list[Any]:
