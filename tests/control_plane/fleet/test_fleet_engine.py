@@ -396,6 +396,15 @@ def test_an_instance_that_leaves_the_fleet(scene: Scene) -> None:
     assert scene.tokens["r"] == expect(scene, PROMPT, 30)
 
 
+def test_an_instance_that_moves_to_another_endpoint(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 30))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    name = scene.router.placed[0]
+    scene.front.know(scene.instances.add(name, scene.endpoint("elsewhere")))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 30)
+
+
 def asked(scene: Scene, ask: Any) -> Any:
     """What `ask` returns, which waits for instances in a thread of its own: front and instances turn."""
     import threading

@@ -121,6 +121,17 @@ def test_a_lost_instance_answers_with_an_error(scene: Scene) -> None:
     scene.start("i-1")
 
 
+def test_an_instance_that_leaves_answers_nothing_of_its_successor(scene: Scene) -> None:
+    silent = scene.servers.pop("i-1")
+    asking = Asking(lambda: scene.front.clear_cache())
+    scene.until(lambda: scene.front._questions.is_open)
+    scene.front.know(scene.instances.add("i-1", scene.endpoint("other")))
+    scene.until(lambda: asking.is_done)
+    assert "left the fleet" in str(asking.error)
+    assert not [call for call in scene.front._questions._figures if call[0] == "i-1"]
+    scene.servers["i-1"] = silent
+
+
 def test_the_end_of_the_front_ends_questions(scene: Scene) -> None:
     scene.servers.pop("i-1").close()
     asking = Asking(lambda: scene.front.clear_cache())

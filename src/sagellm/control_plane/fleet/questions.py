@@ -116,6 +116,14 @@ class Questions:
             names = ", ".join(sorted(instance_id for instance_id, _ in question.open))
             self._end(question, unavailable(f"{names} has not answered within {ANSWER_S:g} s"))
 
+    def forget(self, instance_id: str) -> None:
+        """No answer will come from there; another client of its name counts its calls from 1 again."""
+        for question in {asked[0] for call, asked in self._asked.items() if call[0] == instance_id}:
+            self._end(question, unavailable(f"{instance_id} has left the fleet"))
+        for calls in (self._figures, self._late_pins):
+            for call in [call for call in calls if call[0] == instance_id]:
+                calls.pop(call)
+
     def close(self) -> None:
         """End all of them with an error."""
         for question in {asked[0] for asked in self._asked.values()}:
