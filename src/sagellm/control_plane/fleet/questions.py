@@ -120,9 +120,8 @@ class Questions:
         """No answer will come from there; another client of its name counts its calls from 1 again."""
         for question in {asked[0] for call, asked in self._asked.items() if call[0] == instance_id}:
             self._end(question, unavailable(f"{instance_id} has left the fleet"))
-        for calls in (self._figures, self._late_pins):
-            for call in [call for call in calls if call[0] == instance_id]:
-                calls.pop(call)
+        self._figures = {call: each for call, each in self._figures.items() if call[0] != instance_id}
+        self._late_pins = {call: each for call, each in self._late_pins.items() if call[0] != instance_id}
 
     def close(self) -> None:
         """End all of them with an error."""
