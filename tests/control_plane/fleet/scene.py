@@ -93,24 +93,25 @@ class Scene:
         self.publishes = publishes
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
-        self.instances = Instances(KEY, self.clock, lease_s=lease_s, silence_s=silence_s)
+        self.policy, self.lease_s, self.silence_s = policy or FleetPolicy(), lease_s, silence_s
         self.router = router or InTurn()
         self.network = InProcessNetwork(threaded=False) if exchanges else None
-        self.prefixes = PrefixIndex(self.clock)
-        self.front = FleetEngine(
-            self.instances,
-            self.router,
-            self.prefixes,
-            _check,
-            clock=self.clock,
-            policy=policy or FleetPolicy(),
-        )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
         for number in range(num):
             self.start(f"i-{number}")
-            self.front.know(self.instances.add(f"i-{number}", self.endpoint(f"i-{number}")))
-        self.until(lambda: all(each.is_ready and each.load for each in self.front.members.values()))
+        self.start_front()
+
+    def start_front(self) -> None:
+        """A front that knows all instances that run; the one before is no longer turned."""
+        self.instances = Instances(KEY, self.clock, lease_s=self.lease_s, silence_s=self.silence_s)
+        self.prefixes = PrefixIndex(self.clock)
+        self.front = FleetEngine(
+            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=self.policy
+        )
+        for name in self.servers:
+            self.front.know(self.instances.add(name, self.endpoint(name)))
+        self.until(lambda: all(each.is_here for each in self.front.members.values()))
 
     def endpoint(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}"

@@ -157,7 +157,8 @@ class FleetEngine(KnownInstances):
         self.wake()
 
     def has_work(self) -> bool:
-        return bool(len(self.requests) or self._outputs) or self._clock.now() >= self._next_tick_s
+        is_asked = self._questions.is_open or not self._tasks.empty()
+        return bool(len(self.requests) or self._outputs or is_asked) or self._clock.now() >= self._next_tick_s
 
     def idle_s(self) -> float | None:
         return max(0.0, self._next_tick_s - self._clock.now())
@@ -179,12 +180,15 @@ class FleetEngine(KnownInstances):
     # -- the fleet
 
     def know(self, client: EngineClient) -> None:
-        """Place requests on this instance too, once it is connected."""
+        """Place requests on this instance too, once it is connected. One of its name is forgotten."""
+        if client.instance_id in self.members:
+            self.forget(client.instance_id)
         self.members[client.instance_id] = Member(client)
 
     def forget(self, instance_id: str) -> None:
         """It does not belong to the fleet any more. What it computes goes on elsewhere."""
         self.move_away(instance_id)
+        self._questions.forget(instance_id)
         self._lost(self.members.pop(instance_id), instance_id, "it was taken out of the fleet")
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:

@@ -52,6 +52,11 @@ class Questions:
         self._late_pins: dict[_Call, Member] = {}
         """Pins that are given up again, as their answer comes too late."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._asked)
+
     def ask(
         self, whom: Callable[[], Sequence[Member]], name: str, arguments: Sequence[Any] = ()
     ) -> list[Any]:
@@ -110,6 +115,13 @@ class Questions:
         for question in {asked[0] for asked in self._asked.values() if now_s >= asked[0].until_s}:
             names = ", ".join(sorted(instance_id for instance_id, _ in question.open))
             self._end(question, unavailable(f"{names} has not answered within {ANSWER_S:g} s"))
+
+    def forget(self, instance_id: str) -> None:
+        """No answer will come from there; another client of its name counts its calls from 1 again."""
+        for question in {asked[0] for call, asked in self._asked.items() if call[0] == instance_id}:
+            self._end(question, unavailable(f"{instance_id} has left the fleet"))
+        self._figures = {call: each for call, each in self._figures.items() if call[0] != instance_id}
+        self._late_pins = {call: each for call, each in self._late_pins.items() if call[0] != instance_id}
 
     def close(self) -> None:
         """End all of them with an error."""
