@@ -31,14 +31,14 @@ def _section(path: str) -> type[BaseModel]:
     kind: Any = Config
     for part in path.split("."):
         found = _model(kind)
-        kind = found.model_fields[part].annotation if kind is found else found
+        kind = found.model_fields[part].annotation if found is not None and kind is found else found
     found = _model(kind)
     if found is None:
         raise ValueError(f"{path} is no section of the configuration")
     return found
 
 
-def _model(kind: Any) -> Any:
+def _model(kind: Any) -> type[BaseModel] | None:
     """A section, or that of the values of a mapping or list; None: there is none."""
     kinds = (kind, *get_args(kind))
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)

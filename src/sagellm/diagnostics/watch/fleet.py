@@ -96,8 +96,8 @@ def _total(instances: Sequence[Status]) -> Status:
 
 
 def _weighted(instances: Sequence[Status], name: str) -> float:
-    num_blocks = sum(each["num_blocks"] for each in instances)
-    return sum(each[name] * each["num_blocks"] for each in instances) / max(1, num_blocks)
+    num_blocks = sum(int(each["num_blocks"]) for each in instances)
+    return sum(float(each[name]) * each["num_blocks"] for each in instances) / max(1, num_blocks)
 
 
 def fleet_lines(status: Status) -> Iterator[str]:
