@@ -39,7 +39,7 @@ def _section(path: str) -> type[BaseModel]:
 
 
 def _model(kind: Any) -> type[BaseModel] | None:
-    """A section, or that of the values of a mapping or list; None: there is none."""
+    """A section, or that of a mapping's or list's values; None: there is none."""
     kinds = (kind, *get_args(kind))
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 

@@ -83,7 +83,7 @@ app.add(status, drain, resume, restart, scale, chips, manifests)
 
 
 class NotServingError(ConfigError):
-    """The server is there and does not serve yet, or is too busy to answer."""
+    """The server is there and does not serve yet."""
 
 
 def ask(

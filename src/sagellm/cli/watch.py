@@ -126,9 +126,9 @@ def watch(
     known: Servers,
     fleet: FleetOptions,
 ) -> None:
-    """Watch the KV cache of running servers, and what would raise its hit rate; or a fleet's instances.
+    """Watch the KV cache of running servers, and what would raise its hit rate.
 
-    Nothing is changed at the server, and nothing is sent anywhere.
+    Or the instances of a fleet, with --url. Nothing is changed at the server, and nothing is sent anywhere.
     """
     if not duration > 0 or (interval is not None and not interval > 0):
         raise ConfigError("--duration and --interval must be more than 0 seconds")

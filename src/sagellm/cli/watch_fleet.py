@@ -85,7 +85,9 @@ class FleetWatch:
 def watch_fleet(
     watch: FleetWatch, interval: float, seconds: float, ended: threading.Event, json_file: Path | None
 ) -> None:
-    """Show the fleet until the time is up or the event is set; then print it, and write its figures."""
+    """Show the fleet until the time is up or the event is set.
+
+    Then print it, and write its figures."""
     began_s = watch.clock.now()
     terminal = Console(stderr=True)
     next_line_s, trouble = LINE_S, ""

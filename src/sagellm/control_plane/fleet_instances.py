@@ -152,7 +152,7 @@ def _port(endpoint: str) -> int | None:
 
 
 def number_on_host(name: str, fleet: FleetConfig) -> int:
-    """Of an instance with an address: how many of the file come before it on the same host."""
+    """How many instances of the file come before this one on its host."""
     hosts = {each.name: _host(each) for each in fleet_instances(fleet) if each.address}
     before = itertools.takewhile(lambda other: other != name, hosts)
     return sum(hosts[other] == hosts[name] for other in before)
@@ -163,7 +163,7 @@ def _host(instance: FleetInstance) -> str:
 
 
 def _check_event_ports(config: Config) -> None:
-    """Raises `ConfigError` if the ports for KV events of one host's instances cannot all be bound."""
+    """Raises `ConfigError` if the ports for KV events of one host collide."""
     first, replay = (_port(getattr(config.events, end) or "") for end in _EVENT_ENDS)
     groups = config.fleet.groups.values()
     num_local = sum(max(group.num_instances, group.max_count or 0) for group in groups if group.is_local)

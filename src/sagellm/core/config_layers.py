@@ -232,7 +232,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
 
 
 def _unknown(path: Sequence[str | int], origin: str) -> str:
-    """What is wrong with a key inside a value, such as a group of a fleet."""
+    """What is wrong with a key inside a value, such as a group."""
     kind: Any = Config
     for part in path[:-1]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):

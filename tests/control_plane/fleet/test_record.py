@@ -113,6 +113,17 @@ def test_what_is_a_failure(clock: ManualClock, record: InstanceRecord) -> None:
     assert record.last_failure == "lost: its connection has ended"
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_end_of_a_process_is_the_reason_of_a_loss(record: InstanceRecord, is_first: bool) -> None:
+    lost = InstanceLost("its connection has ended")
+    if is_first:
+        record.ended("decode-0 was ended by SIGKILL")
+    record.take(lost)
+    if not is_first:
+        record.ended("decode-0 was ended by SIGKILL")
+    assert record.last_failure == "decode-0 was ended by SIGKILL"
+
+
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path, 3, exchanges=True, router=Separating())

@@ -41,6 +41,7 @@ class InstanceRecord:
         self.num_handed_over = self.num_failed = 0
         self.last_failure = ""
         self.failed_s: float | None = None
+        self._has_ended = False
         self.hot_prefixes: Sequence[ReusedPrefix] = ()
         self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
@@ -72,13 +73,14 @@ class InstanceRecord:
             case HandOverReport():
                 self._on_report(event)
             case Connected():
-                self.connected_s = self._clock.now()
+                self.connected_s, self._has_ended = self._clock.now(), False
             case InstanceLost(reason):
                 self.connected_s = None
                 self._answers.clear()
                 self._hand_overs.clear()
                 self._moving.clear()
-                self.fail(f"lost: {reason}")
+                if not self._has_ended:  # else the reason is known better
+                    self.fail(f"lost: {reason}")
             case RequestRefused(request_id, error, again):
                 self.drop(request_id)
                 if again:  # else the request is at fault
@@ -97,6 +99,11 @@ class InstanceRecord:
     def fail(self, reason: str) -> None:
         """Remember it as the last failure."""
         self.last_failure, self.failed_s = reason, self._clock.now()
+
+    def ended(self, reason: str) -> None:
+        """Its process has ended, as its supervisor says before or after the connection's loss."""
+        self._has_ended = True
+        self.fail(reason)
 
     def seen(self, found: Sequence[ReusedPrefix]) -> None:
         self.hot_prefixes, self.seen_s = found, self._clock.now()

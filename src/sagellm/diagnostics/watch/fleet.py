@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 class FleetGrowth:
-    """Adds up what the counts of a fleet grow by from the first status on, across restarts."""
+    """Adds up what the counts of a fleet grow by, across restarts."""
 
     def __init__(self) -> None:
         self._last: dict[str, Counter[str]] = {}
@@ -101,7 +101,9 @@ def _weighted(instances: Sequence[Status], name: str) -> float:
 
 
 def fleet_lines(status: Status) -> Iterator[str]:
-    """The fleet in a sentence, then what is wrong with it, and where it publishes KV events."""
+    """The fleet in a sentence, then what is wrong with it.
+
+    The last line says where it publishes KV events."""
     model = status["model"] or "a fleet that starts"
     yield (
         f"{model} on sageLLM {status['version']}, front up {duration(status['uptime_s'])}: "

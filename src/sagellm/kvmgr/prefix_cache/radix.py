@@ -236,7 +236,7 @@ class RadixIndex(IndexBase[Node]):
         return [node for root in self._roots.values() for node in root.children.values()]
 
     def _uses(self, order: Sequence[Node]) -> Mapping[int, int]:
-        """A use counts at the node where it ends, and was one of all nodes above."""
+        """A use counts at its last node, and was one of all above."""
         uses = {id(node): node.num_uses for node in order}
         for node in reversed(order):
             if id(node.parent) in uses:

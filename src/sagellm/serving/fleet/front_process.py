@@ -183,7 +183,7 @@ def _note_ends(engine: FleetEngine, reasons: Mapping[str, str]) -> None:
     """Remember why processes of instances have ended."""
     for name, reason in reasons.items():
         if name in engine.members:
-            cast(RecordedClient, engine.members[name].client).record.fail(reason)
+            cast(RecordedClient, engine.members[name].client).record.ended(reason)
 
 
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any, serving: threading.Event) -> None:

@@ -90,7 +90,9 @@ class FleetStatus(Body):
 
 
 class TierStatus(Body):
-    """One tier below the device, in blocks; `stored`, `loaded`, `evicted` and `dropped` since it began."""
+    """One tier below the device, in blocks.
+
+    `stored`, `loaded`, `evicted` and `dropped` count since it began."""
 
     tier: str
     total: int
