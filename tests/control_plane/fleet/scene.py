@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from sagellm.control_plane.fleet.client import Instances
+from sagellm.control_plane.fleet.client import PING_S, Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
@@ -104,7 +104,13 @@ class Scene:
 
     def start_front(self) -> None:
         """A front that knows all instances that run; the one before is no longer turned."""
-        self.instances = Instances(KEY, self.clock, lease_s=self.lease_s, silence_s=self.silence_s)
+        self.instances = Instances(
+            KEY,
+            self.clock,
+            lease_s=self.lease_s,
+            ping_s=min(PING_S, self.lease_s / 10),
+            silence_s=self.silence_s,
+        )
         self.prefixes = PrefixIndex(self.clock)
         self.front = FleetEngine(
             self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=self.policy

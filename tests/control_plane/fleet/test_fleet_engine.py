@@ -19,7 +19,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError, EngineFailedError, RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.fleet import DrainChanged, InstanceLost
-from sagellm.core.types import FinishReason, Namespace, Tokens
+from sagellm.core.types import FinishReason, Namespace, Request, Tokens
 from tests.builders import expected_tokens, request
 from tests.control_plane.fleet.scene import KEY, Scene, is_done
 
@@ -284,13 +284,21 @@ def test_another_front_hears_of_a_drain_and_its_end(scene: Scene) -> None:
     other.close()
 
 
-def test_an_instance_counts_from_the_age_of_a_request(tmp_path: Path) -> None:
+def test_an_instance_counts_from_the_age_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock of its host has another beginning than that of the front."""
     scene = Scene(tmp_path, 1)
-    server, taken = scene.servers["i-0"], []
+    server = scene.servers["i-0"]
+    taken: list[Request] = []
     server._clock = ManualClock(5e6)
     add = server.engine.add
-    server.engine.add = lambda asked: (taken.append(asked), add(asked))[1]  # type: ignore[func-returns-value,method-assign]
+
+    def noted(asked: Request) -> None:
+        taken.append(asked)
+        add(asked)
+
+    monkeypatch.setattr(server.engine, "add", noted)
     arrived = replace(request("r", PROMPT, 3), arrival_s=scene.clock.now() - 7.0)
     scene.front.add(arrived)
     scene.finish()

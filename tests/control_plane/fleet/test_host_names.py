@@ -144,4 +144,4 @@ def test_addresses() -> None:
     assert is_address("::1")
     assert is_address("[::1]")
     assert not is_address("decode-0.decode")
-    assert tcp_endpoint("::1", 5700) == "tcp://[::1]:5700"
+    assert tcp_endpoint("::1", 1) == "tcp://[::1]:1"

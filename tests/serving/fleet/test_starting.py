@@ -51,9 +51,9 @@ class Waiting:
         self.thread = threading.Thread(target=self._run, args=(front, settings, listener), daemon=True)
         self.thread.start()
 
-    def _run(self, *given: Any) -> None:
+    def _run(self, front: FleetEngine, settings: ServerConfig, listener: socket.socket) -> None:
         try:
-            wait_for_instance(*given, limit_s=None)
+            wait_for_instance(front, settings, listener, None)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 

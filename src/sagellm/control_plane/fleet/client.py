@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sagellm.control_plane.fleet.host_names import HostNames, LookUp, is_address, tcp_endpoint
+from sagellm.control_plane.fleet.host_names import AddressLookUp, HostNames, is_address, tcp_endpoint
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.messages import (
     MAX_MESSAGE_BYTES,
@@ -122,8 +122,8 @@ class RemoteInstance:
         self._id, self.endpoint, self._key = instance_id, endpoint, key
         _name_and_port(instance_id, endpoint)
         self._names = names
-        self._lookup: LookUp | None = None
-        self._found: LookUp | None = None
+        self._lookup: AddressLookUp | None = None
+        self._found: AddressLookUp | None = None
         """The look-up that goes on, and the last that found something."""
         self._found_s, self._num_tries = 0.0, -1
         self._context, self._clock, self._lease_s = context, clock, lease_s
@@ -252,7 +252,7 @@ class RemoteInstance:
         else:
             self._since_s, self._lookup = now_s, self._names.look_up(name)
 
-    def _look_up(self, lookup: LookUp, now_s: float) -> None:
+    def _look_up(self, lookup: AddressLookUp, now_s: float) -> None:
         """Connect once the host's addresses are there."""
         if lookup.is_done and lookup.addresses:
             self._lookup, self._found, self._found_s = None, lookup, now_s

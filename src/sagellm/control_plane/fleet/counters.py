@@ -1,4 +1,7 @@
-"""`FleetCounters`: what instances have counted, also those that are gone, so that no counter ever falls."""
+"""`FleetCounters`: what instances have counted, also those that are gone.
+
+So no counter of `/metrics` ever falls.
+"""
 
 from __future__ import annotations
 
@@ -53,24 +56,28 @@ class FleetCounters:
 
     def stats(
         self,
-        here: Collection[str],
+        present: Collection[str],
         num_running: int,
         num_waiting: int,
         num_steps: int,
         faults: tuple[str, ...],
     ) -> EngineStats:
-        """The sums. `here`: the instances whose last figures are of now; the rest as of `summed_stats`."""
+        """The sums. `present`: instances whose last figures are of now; the rest as of `summed_stats`."""
         known = [
-            process.stats if name in here else _counted(process.stats)
+            process.stats if name in present else _counted(process.stats)
             for name, process in self._processes.items()
         ]
         return summed_stats([*known, self._ended_stats], num_running, num_waiting, num_steps, faults)
 
-    def diagnostics(self, here: Collection[str]) -> EngineDiagnostics:
+    def diagnostics(self, present: Collection[str]) -> EngineDiagnostics:
         """The sums, as of `stats`."""
-        away = [_counted_of(each.diagnostics) for name, each in self._processes.items() if name not in here]
-        present = [each.diagnostics for name, each in self._processes.items() if name in here]
-        return summed_diagnostics(present, [*away, self._ended_diagnostics])
+        full, counted = [], [self._ended_diagnostics]
+        for name, process in self._processes.items():
+            if name in present:
+                full.append(process.diagnostics)
+            else:
+                counted.append(_counted_of(process.diagnostics))
+        return summed_diagnostics(full, counted)
 
 
 def _counted(stats: EngineStats) -> EngineStats:

@@ -481,10 +481,10 @@ class FleetEngine(KnownInstances):
 
     def stats(self) -> EngineStats:
         """Of all instances, as they last reported; what waits here is counted as waiting."""
-        here = {name for name, member in self.members.items() if member.stats is not None}
+        present = {name for name, member in self.members.items() if member.stats is not None}
         num_queued = len(self.requests.waiting)
         num_running = len(self.requests) - num_queued
-        return self._counters.stats(here, num_running, num_queued, self._num_steps, self.tier_faults())
+        return self._counters.stats(present, num_running, num_queued, self._num_steps, self.tier_faults())
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests and their places disagree."""

@@ -1,6 +1,7 @@
-"""`HostNames`: looks up host names in threads, so that a slow name server holds up no connection.
+"""`HostNames`: looks up host names in threads.
 
-ZeroMQ looks a name up in the thread that moves the data of all its connections, and waits there.
+ZeroMQ looks a name up in the thread that moves the data of all its connections, so one slow name server would
+hold up all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ IDLE_S = 10.0
 """A thread without a name ends after so long."""
 
 
-class LookUp:
+class AddressLookUp:
     """One look-up of a host. Once `is_done`, it has `addresses`, or a `fault` that says why not."""
 
     def __init__(self, host: str) -> None:
@@ -34,18 +35,18 @@ class HostNames:
         self, on_done: Callable[[], None], resolve: Callable[[str], Sequence[str]] | None = None
     ) -> None:
         self._on_done, self._resolve = on_done, resolve or addresses_of
-        self._running: dict[str, LookUp] = {}
-        self._waiting: queue.SimpleQueue[LookUp] = queue.SimpleQueue()
+        self._running: dict[str, AddressLookUp] = {}
+        self._waiting: queue.SimpleQueue[AddressLookUp] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_threads = 0
 
-    def look_up(self, host: str) -> LookUp:
-        """Begin to look a host up, or join the look-up of it that goes on."""
+    def look_up(self, host: str) -> AddressLookUp:
+        """Begin to look a host up, or join the look-up that goes on."""
         with self._lock:
             found = self._running.get(host)
             if found is not None:
                 return found
-            found = self._running[host] = LookUp(host)
+            found = self._running[host] = AddressLookUp(host)
             self._waiting.put(found)
             if self._num_threads < min(MAX_THREADS, len(self._running)):
                 self._num_threads += 1

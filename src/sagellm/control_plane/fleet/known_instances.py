@@ -1,4 +1,4 @@
-"""`KnownInstances`: the instances of a front, what is known of them, and what they are asked."""
+"""`KnownInstances`: what a front knows of its instances, and what it asks them."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class KnownInstances:
 
     def diagnostics(self) -> EngineDiagnostics:
         """Of all instances, as they last reported."""
-        here = {name for name, member in self.members.items() if member.diagnostics is not None}
-        return self._counters.diagnostics(here)
+        present = {name for name, member in self.members.items() if member.diagnostics is not None}
+        return self._counters.diagnostics(present)
 
     # -- questions
 

@@ -1,4 +1,4 @@
-"""`Member`: an instance as its front knows it; and what is true of several together."""
+"""`Member`: an instance as its front knows it; and what several have in common."""
 
 from __future__ import annotations
 

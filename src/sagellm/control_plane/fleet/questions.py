@@ -58,9 +58,9 @@ class Questions:
         return bool(self._asked)
 
     def ask(
-        self, whom: Callable[[], Sequence[Member]], name: str, arguments: Sequence[Any] = ()
+        self, members_of: Callable[[], Sequence[Member]], name: str, arguments: Sequence[Any] = ()
     ) -> list[Any]:
-        """The results of all that `whom` names, asked at once. The caller waits, and the front goes on.
+        """The results of all that `members_of` names, asked at once. The caller waits, and the front goes on.
 
         On the thread that steps, which is a caller without a server, the front is moved on here; tokens that
         come meanwhile are kept for the next step. The first error is raised, and an `unavailable` one where
@@ -70,7 +70,7 @@ class Questions:
 
         def begin() -> None:
             try:
-                self._begin(whom(), name, arguments, answer)
+                self._begin(members_of(), name, arguments, answer)
             except Exception as error:  # noqa: BLE001 - of this question alone; the front goes on
                 _fail(answer, error)
 
@@ -117,7 +117,10 @@ class Questions:
             self._end(question, unavailable(f"{names} has not answered within {ANSWER_S:g} s"))
 
     def forget(self, instance_id: str) -> None:
-        """No answer will come from there; another client of its name counts its calls from 1 again."""
+        """No answer will come from there.
+
+        Another client of its name counts its calls from 1 again.
+        """
         for question in {asked[0] for call, asked in self._asked.items() if call[0] == instance_id}:
             self._end(question, unavailable(f"{instance_id} has left the fleet"))
         self._figures = {call: each for call, each in self._figures.items() if call[0] != instance_id}

@@ -207,7 +207,7 @@ class EngineClient(Protocol):
         """Ask something of `EngineCore`; an `Answer` with this number follows, or a `InstanceLost`."""
 
     def drain(self, *, draining: bool) -> None:
-        """Have it keep in mind that it is drained, or that it is not any more, and say so to each front.
+        """Have it tell each front that it is drained, or not any more.
 
         A server that is not ours keeps nothing in mind.
         """

@@ -225,7 +225,10 @@ def _engine_with(name: str, llm: LLM) -> FleetEngine:
 
 
 def first_to_end(engine: FleetEngine) -> list[str]:
-    """The instances, those first whose end costs least: drained, not connected, then by number from above."""
+    """The instances, those first whose end costs least.
+
+    Those are drained ones, then those that are not connected, then the highest numbers.
+    """
 
     def cost(name: str) -> tuple[bool, bool, int]:
         member = engine.members[name]

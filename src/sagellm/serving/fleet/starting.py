@@ -59,7 +59,7 @@ def wait_for_instance(
 
 
 class StartingServer:
-    """Answers from a thread of its own while another one steps the engine, until `close`."""
+    """Answers on a thread of its own while another steps the engine, until `close`."""
 
     def __init__(self, engine: FleetEngine, settings: ServerConfig, listener: socket.socket) -> None:
         config = uvicorn.Config(
