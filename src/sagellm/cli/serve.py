@@ -134,7 +134,7 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
         publishing,
         shared_key,
     )
-    from sagellm.serving.fleet.instance_process import instance_server, serve_instance
+    from sagellm.serving.fleet.instance_process import instance_server, listening_endpoint, serve_instance
 
     found, key = elsewhere(name, resolved.config.fleet), shared_key(resolved.config.fleet)
     host, _, port = found.address.removeprefix("tcp://").rpartition(":")
@@ -146,7 +146,7 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
             "name": name,
             "kind": found.type.value,
             "report_s": resolved.config.fleet.heartbeat_s,
-            "endpoint": f"tcp://*:{port}",
+            "endpoint": listening_endpoint(name, host, int(port), resolved.config.fleet.listen_host),
             "key": key,
             "config": config.model_dump(mode="json"),
             "rank": number,

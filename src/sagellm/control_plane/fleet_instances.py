@@ -152,7 +152,7 @@ def _port(endpoint: str) -> int | None:
 
 
 def number_on_host(name: str, fleet: FleetConfig) -> int:
-    """Of an instance with an address: how many of the file come before it on the same host."""
+    """How many instances of the file come before this one on its host."""
     hosts = {each.name: _host(each) for each in fleet_instances(fleet) if each.address}
     before = itertools.takewhile(lambda other: other != name, hosts)
     return sum(hosts[other] == hosts[name] for other in before)
@@ -163,12 +163,12 @@ def _host(instance: FleetInstance) -> str:
 
 
 def _check_event_ports(config: Config) -> None:
-    """Raises `ConfigError` if the ports for KV events of one host's instances cannot all be bound."""
+    """Raises `ConfigError` if the ports for KV events of one host collide."""
     first, replay = (_port(getattr(config.events, end) or "") for end in _EVENT_ENDS)
     groups = config.fleet.groups.values()
-    here = sum(max(group.num_instances, group.max_count or 0) for group in groups if group.is_local)
+    num_local = sum(max(group.num_instances, group.max_count or 0) for group in groups if group.is_local)
     hosts = Counter(_host(each) for each in fleet_instances(config.fleet) if each.address)
-    num = max(here, *hosts.values(), 1)
+    num = max(num_local, *hosts.values(), 1)
     if first and max(first, replay or 0) + num - 1 > MAX_PORT:
         raise ConfigError(
             f"events: {num} instances publish at ports from {first} on, each at its own: choose lower ones, "

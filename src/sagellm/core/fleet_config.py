@@ -168,7 +168,13 @@ class FleetConfig(Section):
     handover_policy: FailurePolicy = key(
         FailurePolicy.RECOMPUTE, "when KV does not come: recompute it there, or fail the request"
     )
-    start_timeout_s: Seconds = key(600.0, "seconds in which an instance loads its model")
+    start_timeout_s: Seconds = key(
+        600.0, "seconds in which an instance loads its model; a fleet ends that has none then"
+    )
+    listen_host: Word | None = key(
+        None, "address on which `serve --instance` listens, `*` for all; none: that of the fleet file, if it "
+        "is one of this host's, else all"
+    )  # fmt: skip
     patience_s: Seconds = key(
         300.0,
         "seconds that a request waits while no instance serves, then it fails; full ones are waited for",

@@ -27,6 +27,7 @@ from sagellm.control_plane.fleet.messages import (
     AddPeer,
     AlivePing,
     CallAnswer,
+    Drain,
     FromFront,
     FromInstance,
     FrontCall,
@@ -291,12 +292,15 @@ class InstanceServer:
 
     def _carry_out(self, session: _Session, message: FromFront) -> None:
         match message:
-            case Submit(request, hand_over, onward):
-                self._submit(session, request, hand_over, onward)
+            case Submit(request, hand_over, onward, age_s):
+                arrived = replace(request, arrival_s=self._clock.now() - age_s)
+                self._submit(session, arrived, hand_over, onward)
             case Abort(request_id):
                 self._abort(session, request_id)
             case FrontCall():
                 self._post(session.identity, self._answer(session, message))
+            case Drain(draining):
+                self._facts = replace(self._facts, draining=draining)
             case AddPeer(facts):
                 if self.hand_overs is not None and facts.transfers:
                     self.hand_overs.add_peer(facts.transfers)
@@ -411,10 +415,13 @@ class InstanceServer:
         if not self._sessions or now_s < reported_s + self._report_s:
             return
         stats = self.engine.stats()
-        shape = (stats.num_running, stats.num_waiting, stats.blocks_free, stats.blocks_cached, self.kind)
+        draining = self._facts.draining
+        shape = (
+            stats.num_running, stats.num_waiting, stats.blocks_free, stats.blocks_cached, self.kind, draining
+        )  # fmt: skip
         if shape != former or now_s >= reported_s + 10 * self._report_s:
             self._reported = now_s, shape
-            self._post_all(Load(self._load.report(self.instance_id, self.kind, stats)))
+            self._post_all(Load(self._load.report(self.instance_id, self.kind, stats), draining))
 
     def _post_all(self, message: FromInstance) -> None:
         data = encode(message)

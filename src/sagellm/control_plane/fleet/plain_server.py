@@ -195,6 +195,9 @@ class PlainServer:
             self._events.append(self._answer_to(call_id, name, arguments))
         return call_id
 
+    def drain(self, *, draining: bool) -> None:
+        """The front alone knows."""
+
     def add_peer(self, facts: InstanceFacts) -> None:
         """No KV goes there."""
 
@@ -323,6 +326,8 @@ class PlainServer:
             self._capability(kind),
             kind.max_model_len,
             draws_by_position=kind.draws_by_position,
+            kv_events=self._config.events or "",
+            kv_replay=self._config.replay or "",
         )
         return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now(), self._kv_events())
 

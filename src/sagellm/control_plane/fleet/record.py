@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from sagellm.core.clock import Clock
-from sagellm.core.protocols.engine import EngineDiagnostics
 from sagellm.core.protocols.fleet import (
     Connected,
     EngineClient,
@@ -17,7 +17,8 @@ from sagellm.core.protocols.fleet import (
     InstanceLost,
     RequestRefused,
 )
-from sagellm.core.types import RequestOutput
+from sagellm.core.protocols.prefix_cache import ReusedPrefix
+from sagellm.core.types import FinishReason, RequestOutput
 
 RATE_S = 5.0
 """`tokens_per_s` is the mean of so many last seconds."""
@@ -30,7 +31,7 @@ class InstanceRecord:
     Counts begin with the front and go on when the instance is lost. `num_prompt_tokens`: of requests whose
     first token came from there; `num_cached_tokens`: what of them was not computed. So a request counts at
     one instance alone, also if another one went on with it. `num_handed_over`, `num_failed`: hand-overs and
-    fetches in which it took part. `diagnostics`: the last that was asked for, and when it came.
+    fetches in which it took part. `hot_prefixes`: the last that were asked for; they came at `seen_s`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -40,10 +41,15 @@ class InstanceRecord:
         self.num_handed_over = self.num_failed = 0
         self.last_failure = ""
         self.failed_s: float | None = None
-        self.diagnostics: EngineDiagnostics | None = None
-        self.diagnosed_s: float | None = None
+        self._has_ended = False
+        self.hot_prefixes: Sequence[ReusedPrefix] = ()
+        self.seen_s: float | None = None
         self._answers: dict[str, int] = {}
         """Requests whose answer began there, with the cached tokens that were counted."""
+        self._moving: dict[str, int] = {}
+        """Requests whose KV comes or goes there, now or soon, and how many last reports will follow.
+
+        Reports of others are late."""
         self._hand_overs: dict[str, HandOverPart] = {}
         self._drawn: deque[tuple[int, int]] = deque()
         """Tokens by bucket of time, for the rate."""
@@ -67,28 +73,40 @@ class InstanceRecord:
             case HandOverReport():
                 self._on_report(event)
             case Connected():
-                self.connected_s = self._clock.now()
+                self.connected_s, self._has_ended = self._clock.now(), False
             case InstanceLost(reason):
                 self.connected_s = None
                 self._answers.clear()
                 self._hand_overs.clear()
-                self.fail(f"lost: {reason}")
+                self._moving.clear()
+                if not self._has_ended:  # else the reason is known better
+                    self.fail(f"lost: {reason}")
             case RequestRefused(request_id, error, again):
                 self.drop(request_id)
                 if again:  # else the request is at fault
                     self.fail(f"a request failed: {error}")
 
+    def moves(self, request_id: str, num_parts: int = 1) -> None:
+        """A request is submitted there with so many hand-overs: reports of it will follow."""
+        self._moving[request_id] = num_parts
+
     def drop(self, request_id: str) -> None:
         """A request was aborted there: nothing more will be said of it."""
         self._answers.pop(request_id, None)
         self._hand_overs.pop(request_id, None)
+        self._moving.pop(request_id, None)
 
     def fail(self, reason: str) -> None:
         """Remember it as the last failure."""
         self.last_failure, self.failed_s = reason, self._clock.now()
 
-    def diagnosed(self, found: EngineDiagnostics) -> None:
-        self.diagnostics, self.diagnosed_s = found, self._clock.now()
+    def ended(self, reason: str) -> None:
+        """Its process has ended, as its supervisor says before or after the connection's loss."""
+        self._has_ended = True
+        self.fail(reason)
+
+    def seen(self, found: Sequence[ReusedPrefix]) -> None:
+        self.hot_prefixes, self.seen_s = found, self._clock.now()
 
     def _on_output(self, output: RequestOutput) -> None:
         count, name = len(output.new_token_ids), output.request_id
@@ -102,6 +120,10 @@ class InstanceRecord:
         if output.finish_reason is not None:
             self._count_cached(output)  # a plain server says it at the end
             self._answers.pop(name, None)
+            if name in self._hand_overs:
+                self._moving[name] = 1
+            elif output.finish_reason is not FinishReason.MOVED:
+                self._moving.pop(name, None)
         if output.error is not None:
             self.fail(f"a request failed: {output.error}")
 
@@ -111,10 +133,15 @@ class InstanceRecord:
             self.num_cached_tokens += min(output.num_cached_tokens, output.num_prompt_tokens)
 
     def _on_report(self, report: HandOverReport) -> None:
+        if report.request_id not in self._moving:
+            return
         if not report.is_last:
             self._hand_overs[report.request_id] = report.part
             return
         self._hand_overs.pop(report.request_id, None)
+        self._moving[report.request_id] -= 1
+        if not self._moving[report.request_id]:
+            del self._moving[report.request_id]
         if report.state is HandOverState.READY:
             self.num_handed_over += 1
         else:
@@ -141,6 +168,6 @@ class RecordedClient(EngineClient, Protocol):
     record: InstanceRecord
 
     def look(self) -> bool:
-        """Ask for the instance's diagnostics, unless they are asked for already.
+        """Ask the instance for its hot prefixes, unless they are asked for already.
 
-        They come into `record.diagnostics` later. False: they will not come."""
+        They come into `record` later. False: they will not come."""

@@ -33,6 +33,7 @@ from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.serving.fleet.policies import make_admission, make_fleet_router
+from sagellm.serving.fleet.starting import wait_for_instance
 from sagellm.serving.server import serve
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     """The entry of a child process. Ends with the inbox, or after the message "stop".
 
     `options`: `config`, `key`, `listener` and `commands` (file numbers), `instances`: endpoint by name, and
-    `is_first`: whether it waits for all instances; a front that takes over serves with those that are there.
+    `is_first`: whether the fleet has not served yet; then it ends without any instance in
+    `fleet.start_timeout_s`. It serves as soon as one is there.
     """
     config = Config.model_validate(options["config"])
     if config.model.name is not None and not Path(config.model.name).is_dir():
@@ -95,7 +97,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     serving = threading.Event()
     arguments = inbox, engine, apply, serving
     threading.Thread(target=_listen, args=arguments, name="lifeline", daemon=True).start()
-    engine.wait_until_ready(fleet.start_timeout_s, all_of_them=options["is_first"])
+    limit_s = fleet.start_timeout_s if options["is_first"] else None
+    wait_for_instance(engine, config.server, listener, limit_s)
     llm = LLM(
         engine,
         tokenizer,
@@ -182,7 +185,7 @@ def _note_ends(engine: FleetEngine, reasons: Mapping[str, str]) -> None:
     """Remember why processes of instances have ended."""
     for name, reason in reasons.items():
         if name in engine.members:
-            cast(RecordedClient, engine.members[name].client).record.fail(reason)
+            cast(RecordedClient, engine.members[name].client).record.ended(reason)
 
 
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any, serving: threading.Event) -> None:

@@ -112,7 +112,7 @@ class FleetRoutes:
         return await self.status()
 
     async def scale(self, request: Request) -> FleetStatus:
-        """Start or end instances of a group. Those that end are drained first, the highest numbers first."""
+        """Start or end instances of a group. Those that end are drained first."""
         body = await self.reader.read(ScaleRequest, request)
         self._lifecycle()
         if body.group not in self.fleet.groups or not self.fleet.groups[body.group].is_local:
@@ -122,14 +122,14 @@ class FleetRoutes:
         return await self.status()
 
     async def resize(self, group: str, count: int) -> None:
-        """Start instances of a group, or drain and end those of the highest numbers."""
+        """Start instances of a group, or drain and end some, as `first_to_end` orders them."""
         lifecycle = self._lifecycle()
         async with self._busy:
-            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            members = await self.gateway.call(lambda llm: first_to_end(_engine(llm)))
             own = [name for name in members if group_of(name, self.fleet) == group]
             if not count and len(own) == len(members):
                 raise ConflictError("the fleet would have no instance: scale another group up first")
-            for name in sorted(own, key=_number)[count:]:
+            for name in own[: max(0, len(own) - count)]:
                 await self._remove(name, lifecycle)
             free = (n for n in itertools.count() if instance_name(group, n) not in own)
             for number in itertools.islice(free, max(0, count - len(own))):
@@ -224,6 +224,19 @@ def _engine_with(name: str, llm: LLM) -> FleetEngine:
     if name not in engine.members:
         raise NotFoundError(f"no instance is named {clipped(repr(name))}: GET /v1/fleet lists them", "name")
     return engine
+
+
+def first_to_end(engine: FleetEngine) -> list[str]:
+    """The instances, those first whose end costs least.
+
+    Those are drained ones, then those that are not connected, then the highest numbers.
+    """
+
+    def cost(name: str) -> tuple[bool, bool, int]:
+        member = engine.members[name]
+        return not member.draining, member.is_ready, -_number(name)
+
+    return sorted(engine.members, key=cost)
 
 
 def _is_member(name: str, wanted: bool, llm: LLM) -> bool:

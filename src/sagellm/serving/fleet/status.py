@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
 import sagellm
 from sagellm.control_plane.fleet.engine import FleetEngine
-from sagellm.control_plane.fleet.questions import Member
+from sagellm.control_plane.fleet.members import Member
 from sagellm.control_plane.fleet.record import RecordedClient
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
 from sagellm.serving.schema import Body
@@ -72,7 +72,7 @@ class InstanceStatus(Body):
 
 
 class FleetStatus(Body):
-    """The answer of GET /v1/fleet. `uptime_s`: of the front.
+    """The answer of GET /v1/fleet. `uptime_s`: of the front. `model`: empty while the fleet starts.
 
     `num_queued`: requests that wait for an instance; `queued_s`: the longest wait, and `queued_reason` why.
     `num_retries`: requests that were begun again after a failure.
@@ -90,7 +90,9 @@ class FleetStatus(Body):
 
 
 class TierStatus(Body):
-    """One tier below the device, in blocks; `stored`, `loaded`, `evicted` and `dropped` since it began."""
+    """One tier below the device, in blocks.
+
+    `stored`, `loaded`, `evicted` and `dropped` count since it began."""
 
     tier: str
     total: int
@@ -101,6 +103,16 @@ class TierStatus(Body):
     evicted: int
     dropped: int
     fault: str = ""
+
+
+class PrefixStatus(Body):
+    """A cached prefix that was used again (`ReusedPrefix`). `digest` names it and shows no text."""
+
+    digest: str
+    num_tokens: int
+    num_blocks: int
+    num_uses: int
+    idle_s: float
 
 
 class TenantStatus(Body):
@@ -115,8 +127,9 @@ class InstanceDetail(Body):
     """The answer of GET /v1/admin/fleet/instances/{name}, from the instance's own counts since it began.
 
     `blocks`: of the device's KV pool by state: active, cached, free. `misses`: prompt blocks that had to be
-    computed, and `evicted_blocks`, by cause. `asked_s_ago`: the age of what stands behind it; null: it has
-    not come, and of a plain server it never does.
+    computed, and `evicted_blocks`, by cause. `hot_prefixes` came `asked_s_ago` seconds ago; null: they have
+    not come, and of a plain server they never do. With `has_diagnostics`, what stands from there on is known,
+    and some seconds old.
     """
 
     instance: InstanceStatus
@@ -129,7 +142,7 @@ class InstanceDetail(Body):
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     misses: dict[str, int] = Field(default_factory=dict)
-    asked_s_ago: float | None = None
+    has_diagnostics: bool = False
     evicted_blocks: dict[str, int] = Field(default_factory=dict)
     internal_fragmentation: float = 0.0
     external_fragmentation: float = 0.0
@@ -137,6 +150,8 @@ class InstanceDetail(Body):
     num_pinned_blocks: int = 0
     tenants: list[TenantStatus] = Field(default_factory=list)
     tiers: list[TierStatus] = Field(default_factory=list)
+    asked_s_ago: float | None = None
+    hot_prefixes: list[PrefixStatus] = Field(default_factory=list)
 
 
 def fleet_status(engine: FleetEngine, model: str, began_s: float) -> FleetStatus:
@@ -159,14 +174,12 @@ def fleet_status(engine: FleetEngine, model: str, began_s: float) -> FleetStatus
 def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
     member, now_s = engine.members[name], engine.clock.now()
     client = cast(RecordedClient, member.client)
-    load, facts, record, stats = member.load, member.facts, client.record, member.stats
-    num_requests = engine.requests.num_on(name)
-    status = InstanceStatus(
+    record, num_requests = client.record, engine.requests.num_on(name)
+    return InstanceStatus(
         name=name,
-        type="" if facts is None else (facts.kind if load is None else load.kind).value,
         state=_state(member, num_requests),
         endpoint=client.endpoint,
-        fault=member.fault or client.fault,
+        fault=member.why,
         last_failure=record.last_failure,
         last_failure_s_ago=_ago(record.failed_s, now_s),
         num_requests=num_requests,
@@ -179,25 +192,51 @@ def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
         num_handed_over=record.num_handed_over,
         num_failed_hand_overs=record.num_failed,
         num_lost=member.num_lost,
+        **_of_process(member, _ago(record.connected_s, now_s)),
+        **_of_load(member, now_s),
     )
-    if facts is not None:
-        connected_s = _ago(record.connected_s, now_s)
-        status.pid, status.version = facts.pid or None, facts.version or facts.capability.device
-        status.device = facts.capability.device
-        status.kv_events, status.kv_replay = facts.kv_events, facts.kv_replay
-        status.connected_s = connected_s
-        status.uptime_s = facts.uptime_s + (connected_s or 0.0) if facts.version else None
+
+
+def _of_process(member: Member, connected_s: float | None) -> dict[str, Any]:
+    """What an instance said when it was connected."""
+    facts, load = member.facts, member.load
+    if facts is None:
+        return {"type": ""}
+    return {
+        "type": (facts.kind if load is None else load.kind).value,
+        "pid": facts.pid or None,
+        "version": facts.version or facts.capability.device,  # of a plain server the engine and its version
+        "device": facts.capability.device,
+        "kv_events": facts.kv_events,
+        "kv_replay": facts.kv_replay,
+        "connected_s": connected_s,
+        "uptime_s": facts.uptime_s + (connected_s or 0.0) if facts.version else None,
+    }
+
+
+def _of_load(member: Member, now_s: float) -> dict[str, Any]:
+    """What it has reported since."""
+    load, stats, found = member.load, member.stats, dict[str, Any]()
     if load is not None:
-        status.reported_s_ago = now_s - load.reported_s
-        status.num_waiting, status.num_running = load.num_waiting, load.num_running
-        status.num_queued_tokens, status.num_blocks = load.num_queued_tokens, load.num_blocks
-        status.kv_cache_usage, status.utilization = load.kv_cache_usage, load.utilization
-        status.num_evicted_blocks, status.step_s = load.eviction_count, load.step_s
+        found |= {
+            "reported_s_ago": _ago(load.reported_s, now_s),
+            "num_waiting": load.num_waiting,
+            "num_running": load.num_running,
+            "num_queued_tokens": load.num_queued_tokens,
+            "num_blocks": load.num_blocks,
+            "kv_cache_usage": load.kv_cache_usage,
+            "utilization": load.utilization,
+            "num_evicted_blocks": load.eviction_count,
+            "step_s": load.step_s,
+        }
     if stats is not None:
-        status.tier_faults, status.num_preemptions = list(stats.tier_faults), stats.num_preemptions
-        if total := sum(_blocks(stats).values()):
-            status.kv_cached = stats.blocks_cached / total
-    return status
+        num_blocks = sum(_blocks(stats).values())
+        found |= {
+            "tier_faults": list(stats.tier_faults),
+            "num_preemptions": stats.num_preemptions,
+            "kv_cached": stats.blocks_cached / num_blocks if num_blocks else None,
+        }
+    return found
 
 
 def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
@@ -206,7 +245,7 @@ def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
     client = cast(RecordedClient, member.client)
     detail = InstanceDetail(
         instance=instance_status(engine, name),
-        asked_s_ago=_ago(client.record.diagnosed_s, engine.clock.now()),
+        asked_s_ago=_ago(client.record.seen_s, engine.clock.now()),
     )
     if member.facts is not None:
         capability = member.facts.capability
@@ -214,13 +253,14 @@ def instance_detail(engine: FleetEngine, name: str) -> InstanceDetail:
         detail.max_num_seqs, detail.max_model_len = capability.max_num_seqs, member.facts.max_model_len
     if member.stats is not None:
         _add_stats(detail, member.stats)
-    if client.record.diagnostics is not None:
-        _add_diagnostics(detail, client.record.diagnostics)
+    if member.diagnostics is not None:
+        _add_diagnostics(detail, member.diagnostics)
+    detail.hot_prefixes = [PrefixStatus(**each._asdict()) for each in client.record.hot_prefixes]
     return detail
 
 
 def look(engine: FleetEngine, name: str) -> bool:
-    """Ask an instance for what `instance_detail` shows. False: no answer will come."""
+    """Ask an instance for its hot prefixes, which `instance_detail` shows. False: they will not come."""
     return cast(RecordedClient, engine.members[name].client).look()
 
 
@@ -234,7 +274,7 @@ def _add_stats(detail: InstanceDetail, stats: EngineStats) -> None:
 
 
 def _add_diagnostics(detail: InstanceDetail, found: EngineDiagnostics) -> None:
-    detail.evicted_blocks = dict(found.evicted_blocks)
+    detail.has_diagnostics, detail.evicted_blocks = True, dict(found.evicted_blocks)
     detail.internal_fragmentation = found.internal_fragmentation
     detail.external_fragmentation = found.external_fragmentation
     detail.num_pinned_prefixes, detail.num_pinned_blocks = found.num_pinned_prefixes, found.num_pinned_blocks

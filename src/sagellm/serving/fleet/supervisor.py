@@ -60,6 +60,8 @@ class _Process:
     num_starts: int = 0
     restart_s: float | None = None
     wanted: bool = True
+    is_added: bool = False
+    """After the start, as by `sagellm fleet scale`: the fleet goes on if there is no place for it."""
     successor: FleetInstance | None = None
     """Of a process that ends: what is to be started in its place."""
 
@@ -85,7 +87,7 @@ class Supervisor:
         self._stopping = False
         self._reader, self._writer = os.pipe()
         self._start_ids = itertools.count(1)
-        self._num_fronts, self._is_complete = 0, False
+        self._is_complete = False
         self._launcher = make_launcher(resolved, self._key)
         try:
             self._know(fleet_instances(config.fleet))
@@ -138,7 +140,7 @@ class Supervisor:
         process = self._processes.get(name)
         if process is None or process.start_id != start_id or not process.wanted:
             return
-        if not self._is_complete:
+        if not process.is_added:
             raise CapacityError(reason)
         log.warning("%s is not started: %s", name, reason)
         process.running = None
@@ -181,7 +183,6 @@ class Supervisor:
         events = StartEvents(*(reported(method, process.start_id) for method in methods))
         try:
             if process.instance is None:
-                self._num_fronts += 1
                 process.running = self._front = ProcessGroup.start([self._front_role()], events.on_end)
             else:
                 process.running = self._launcher.start(process.instance, events)
@@ -265,6 +266,7 @@ class Supervisor:
         except (CapacityError, ConfigError) as error:
             log.warning("%s is not started: %s", instance.name, error)
             return
+        self._processes[instance.name].is_added = True
         self._start(instance.name)
         self._tell_front({"instances": self._endpoints})
 
@@ -290,7 +292,7 @@ class Supervisor:
             "instances": self._endpoints,
             "listener": self._listener.fileno(),
             "commands": self._writer,
-            "is_first": self._num_fronts == 1,
+            "is_first": not self._is_complete,
         }
         return Role(FRONT, FRONT_ENTRY, options, files=(self._listener.fileno(), self._writer))
 
