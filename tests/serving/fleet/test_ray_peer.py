@@ -72,7 +72,7 @@ def head() -> Iterator[subprocess.Popen[str]]:
     """A driver that has started a cluster, which ends with it."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment |= {"RAY_AUTH_MODE": "token"}
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
         environment.pop("RAY_ADDRESS", None)
         with subprocess.Popen(
             [sys.executable, "-c", HEAD, folder],
