@@ -8,6 +8,7 @@ import pytest
 
 import check_docs
 import check_sizes
+import config_table
 
 
 @pytest.fixture
@@ -90,3 +91,12 @@ def test_only_our_own_output_is_shown(tree: Path) -> None:
     (tree / "x.md").write_text("<!-- output of: rm -r x -->\n```text\n```\n")
     with pytest.raises(ValueError, match="only sagellm's own output"):
         check_docs.main(write=True)
+
+
+def test_keys_of_the_configuration_are_a_table() -> None:
+    group = config_table.table("fleet.groups.NAME")
+    assert "| type | general | general, prefilling, decoding or hybrid |" in group
+    assert "| url | (needed) |" in config_table.table("fleet.groups.NAME.servers")
+    assert "| heartbeat_s | 0.25 |" in config_table.table("fleet")
+    with pytest.raises(ValueError, match="no section"):
+        config_table.table("fleet.heartbeat_s")

@@ -3,8 +3,9 @@
     python tools/check_docs.py            compare
     python tools/check_docs.py --write    write the program's output into the documents
 
-A document shows output in a fenced block under a line `<!-- output of: sagellm run --help -->`, and figures
-in a table under a line `<!-- table of: benchmarks/results/FILE.json -->`.
+A document shows output in a fenced block under a line `<!-- output of: sagellm run --help -->`, figures in a
+table under a line `<!-- table of: benchmarks/results/FILE.json -->`, and the keys of a section of the
+configuration under a line `<!-- table of: keys of fleet -->`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import config_table
 import engines_table
 import guests_table
 from sagellm.core.ports import SagePorts
@@ -101,7 +103,7 @@ def _stale_outputs(*, write: bool) -> Iterator[str]:
     for path in _files(".md"):
         text = _text(path)
         fresh = BLOCK.sub(lambda found: found[1] + _output_of(found["command"]) + found["end"], text)
-        fresh = TABLE.sub(lambda found: found[1] + _table(ROOT / found["file"]), fresh)
+        fresh = TABLE.sub(lambda found: found[1] + _table(found["file"]), fresh)
         if fresh == text:
             continue
         if write:
@@ -110,8 +112,11 @@ def _stale_outputs(*, write: bool) -> Iterator[str]:
             yield f"{path}: shows output that is not the program's any more; make docs writes it"
 
 
-def _table(path: Path) -> str:
-    """Results of whole engines, or of policies inside other engines."""
+def _table(source: str) -> str:
+    """Keys of the configuration, results of whole engines, or of policies inside other engines."""
+    if source.startswith(config_table.PREFIX):
+        return config_table.table(source.removeprefix(config_table.PREFIX))
+    path = ROOT / source
     is_of_guests = '"host"' in path.read_text(encoding="utf-8")
     return guests_table.table(path) if is_of_guests else engines_table.table(path)
 

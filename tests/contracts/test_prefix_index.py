@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -780,3 +781,58 @@ def test_accounts_that_have_nothing_are_forgotten(name: str) -> None:
     assert len(policies) < 200
     index.unpin(kept.hit)
     assert list(index.evict_from(Account("kept"), 1)) == [0]
+
+
+@each_index
+def test_the_prefixes_that_saved_most_come_first(name: str) -> None:
+    clock = ManualClock()
+    index, system, free = make(name, clock=clock), [1, 1, 2, 2, 3, 3], iter(range(1000))
+
+    def serve(*rest: int) -> None:
+        """As the manager does: what is found is pinned, then the whole prompt is stored."""
+        tokens = Tokens([*system, *rest])
+        hit = index.pin(index.lookup(tokens))
+        num_new = len(tokens) // BLOCK - hit.num_blocks
+        blocks = [*index.block_ids(hit), *(next(free) for _ in range(num_new))]
+        result = index.insert(tokens, blocks, pin=True)
+        index.unpin(result.hit)
+        index.unpin(hit)
+
+    assert index.hot_prefixes(9) == []
+    serve(4, 4)
+    serve(5, 5, 6, 6)
+    clock.advance(2.0)
+    serve(5, 5, 6, 6, 7, 7)
+    clock.advance(3.0)
+    first, second = index.hot_prefixes(9)
+    assert (first.num_tokens, first.num_blocks, first.num_uses) == (6, 3, 5)
+    assert (second.num_tokens, second.num_blocks, second.num_uses) == (10, 2, 3)
+    assert (first.idle_s, second.idle_s) == (3.0, 3.0)
+    assert index.hot_prefixes(1) == [first]
+    assert len(first.digest) == 16
+    serve(4, 4)
+    assert {(each.num_tokens, each.num_uses) for each in index.hot_prefixes(9)} >= {(6, 7), (8, 3)}
+    index.clear()
+    assert index.hot_prefixes(9) == []
+
+
+def test_indexes_agree_on_what_is_hot() -> None:
+    """Of the same prompts. The hashed index counts block by block, the radix tree by nodes."""
+    rng = random.Random(5)
+    indexes, free = [make(name) for name in INDEXES], iter(range(100_000))
+    for _ in range(300):
+        tokens = Tokens([rng.choice((0, 0, 0, 1)) for _ in range(BLOCK * rng.randrange(1, 7))])
+        known = indexes[0].lookup(tokens)
+        new = [next(free) for _ in range(len(tokens) // BLOCK - known.num_blocks)]
+        for index in indexes:
+            hit = index.lookup(tokens)
+            hit = index.pin(hit) if hit.num_blocks else hit
+            index.unpin(index.insert(tokens, [*index.block_ids(hit), *new], pin=True).hit)
+            if hit.num_blocks:
+                index.unpin(hit)
+    found = [
+        sorted((each.num_tokens, each.num_blocks, each.num_uses) for each in index.hot_prefixes(10_000))
+        for index in indexes
+    ]
+    assert len(found[0]) > 20
+    assert all(each == found[0] for each in found)

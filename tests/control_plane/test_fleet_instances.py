@@ -15,6 +15,9 @@ from sagellm.control_plane.fleet_instances import (
     fleet_instances,
     group_of,
     instance_config,
+    number_on_host,
+    offset_port,
+    publishing,
     shared_key,
 )
 from sagellm.core.config_layers import KEYS, Resolved, given_layer, resolve
@@ -124,3 +127,60 @@ def test_a_key_file_that_cannot_be_used(tmp_path: Path, text: str | None) -> Non
     given = load_config(environ={"SAGELLM_FLEET_SHARED_KEY_FILE": str(file)})
     with pytest.raises(ConfigError, match=r"fleet.shared_key_file"):
         shared_key(given.config.fleet)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "number", "offset"),
+    [
+        ("tcp://*:6557", 0, "tcp://*:6557"),
+        ("tcp://*:6557", 2, "tcp://*:6559"),
+        ("tcp://[::1]:6557", 1, "tcp://[::1]:6558"),
+        ("tcp://*:0", 3, "tcp://*:0"),
+        ("ipc:///tmp/events", 1, "ipc:///tmp/events_dp1"),
+        (None, 1, None),
+    ],
+)
+def test_each_instance_publishes_at_a_port_of_its_own(
+    endpoint: str | None, number: int, offset: str | None
+) -> None:
+    """As vLLM's data-parallel ranks do."""
+    assert offset_port(endpoint, number) == offset
+
+
+def test_an_instance_has_its_name_in_the_topic(resolved: Resolved) -> None:
+    layer = given_layer({"events.endpoint": "tcp://*:6557", "events.topic": "kv@{instance}@m"})
+    events = resolve([layer]).config.events
+    made = publishing(instance_config(resolved, "decode"), events, "decode-1", 2)
+    assert (made.events.endpoint, made.events.topic) == ("tcp://*:6559", "kv@decode-1@m")
+    assert made.kv.num_blocks == 400
+
+
+FAR = {"addresses": ["tcp://a:1", "tcp://b:1", "tcp://a:2"]}
+
+
+def test_instances_elsewhere_are_numbered_on_their_host() -> None:
+    layer = given_layer({"fleet.groups": {"far": FAR, "here": {}}, "fleet.shared_key": "k" * 16})
+    fleet = resolve([layer]).config.fleet
+    assert [number_on_host(f"far-{number}", fleet) for number in range(3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "groups", "message"),
+    [
+        ("tcp://*:65534", None, {"a": {"count": 3}}, "3 instances publish at ports from 65534 on"),
+        ("tcp://*:6557", "tcp://*:6558", {"a": {"max_count": 2}}, r"replay_endpoint=tcp://\*:6559 or higher"),
+        ("tcp://*:6557", "tcp://*:6558", {"far": FAR}, "2 instances take the ports"),
+        ("tcp://*:6557", "tcp://*:6559", {"a": {"count": 2}}, ""),
+        ("tcp://*:0", "tcp://*:0", {"a": {"count": 9}}, ""),
+    ],
+)
+def test_ports_that_collide_are_refused(
+    endpoint: str, replay: str | None, groups: dict[str, Any], message: str
+) -> None:
+    values = {"fleet.groups": groups, "fleet.shared_key": "k" * 16, "events.endpoint": endpoint}
+    made = resolve([given_layer({**values, "events.replay_endpoint": replay or "none"})])
+    if not message:
+        check_groups(made)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_groups(made)

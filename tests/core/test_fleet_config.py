@@ -67,7 +67,10 @@ GROUP = "a"
         ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "named twice"),
         ({"servers": [{"url": "http://user:word@a"}]}, "match pattern"),
         ({"servers": [{"url": "http://a", "replay": "tcp://a:1"}]}, "replay needs events"),
-        ({"colour": "red"}, "Extra inputs"),
+        ({"cuont": 2}, r"unknown key 'fleet.groups.a.cuont' in command line. Did you mean 'count'\?"),
+        ({"servers": [{"url": "http://a"}, {"ulr": "b"}]}, r"fleet.groups.a.servers.1.ulr.*mean 'url'\?"),
+        ({"q": "red"}, "unknown key 'fleet.groups.a.q' in command line. Known: addresses,"),
+        ({"kv.num_blocks": 9}, "keys of the configuration stand in fleet.groups.a.settings"),
         ({"count": 2000}, "less than or equal to 1024"),
     ],
 )

@@ -30,6 +30,8 @@ OF_OTHER_CLASSES = {
     ("benchmarks/simulate/shared_budget.py", "each.num_computed"),
     ("control_plane/fleet/engine.py", "error.status"),
     ("control_plane/fleet/messages.py", "made.status"),
+    ("control_plane/fleet/questions.py", "error.status"),
+    ("serving/admin.py", "refused.status"),
     ("serving/gateway.py", "error.status"),
 }
 """Attributes of the same name of objects that are no request states."""

@@ -39,8 +39,8 @@ class Fleet:
             if "listening on http://" in line:
                 self.url = "http://" + line.partition("listening on http://")[2].partition(";")[0]
 
-    def wait_until_listening(self) -> None:
-        until_s = time.monotonic() + START_S
+    def wait_until_listening(self, within_s: float = START_S) -> None:
+        until_s = time.monotonic() + within_s
         while not self.url:
             if time.monotonic() > until_s or self.process.poll() is not None:
                 raise AssertionError("the fleet did not start:\n" + "\n".join(self.log[-40:]))
@@ -103,7 +103,9 @@ class Fleet:
 
 
 @contextmanager
-def running_fleet(*arguments: str, settings: Mapping[str, Any] | None = None) -> Iterator[Fleet]:
+def running_fleet(
+    *arguments: str, settings: Mapping[str, Any] | None = None, start_s: float = START_S
+) -> Iterator[Fleet]:
     """A fleet on a free port, ended at the end. `settings`: keys of the configuration."""
     given = [
         f"--set={key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -116,7 +118,7 @@ def running_fleet(*arguments: str, settings: Mapping[str, Any] | None = None) ->
     ) as process:
         fleet = Fleet(process)
         try:
-            fleet.wait_until_listening()
+            fleet.wait_until_listening(start_s)
             yield fleet
         finally:
             for client in fleet._all_clients:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from sagellm.control_plane.kv_events import BlockStored, KVEventSubscriber, ReceivedBatch
 from sagellm.core.types import SamplingParams
 from sagellm.engines.build import load_config
 from sagellm.engines.llm import LLM
@@ -35,8 +36,10 @@ ADMIN = {"Authorization": "Bearer an admin key"}
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with running_fleet("--prefill", "1", "--decode", "2", settings=SETTINGS) as made:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("events")
+    events = {"events.endpoint": f"ipc://{folder}/e", "events.replay_endpoint": f"ipc://{folder}/r"}
+    with running_fleet("--prefill", "1", "--decode", "2", settings={**SETTINGS, **events}) as made:
         yield made
 
 
@@ -171,6 +174,58 @@ def test_commands(fleet: Fleet) -> None:
     nobody = _run("fleet", "status", "--url", "http://127.0.0.1:9")
     assert nobody.returncode == 2
     assert "--url" in nobody.stderr
+
+
+def test_an_operator_watches_the_fleet(fleet: Fleet) -> None:
+    fleet.wait_until_healthy(20)
+    for number in range(4):
+        asked(fleet, 300 + number)
+    watching = ("watch", "--url", fleet.url, "--duration", "1.5", "--interval", "0.5")
+    shown = _run(*watching, "--instance", "prefill-0", "--admin-key", "an admin key")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("decode-1", "3 of 3 ready", "KV blocks cached", "KV events: sagellm watch ipc://"):
+        assert word in shown.stdout, shown.stdout
+    unknown = _run(*watching, "--instance", "x", "--admin-key", "an admin key")
+    assert unknown.returncode == 2
+    assert "no instance is named 'x'" in unknown.stderr
+    without_key = _run(*watching, "--instance", "prefill-0")
+    assert without_key.returncode == 2
+    assert "admin key" in without_key.stderr
+
+
+def test_the_last_failure_of_an_instance_is_shown(fleet: Fleet) -> None:
+    fleet.wait_until_healthy(20)
+    [pid] = [each["pid"] for each in fleet.status()["instances"] if each["name"] == "decode-1"]
+    os.kill(pid, signal.SIGKILL)
+    fleet.wait_until_healthy(20)
+    until_s = time.monotonic() + 10
+    while not (shown := instance_of(fleet, "decode-1"))["last_failure"].endswith("SIGKILL"):
+        assert time.monotonic() < until_s, shown
+        time.sleep(0.05)
+    assert shown["last_failure_s_ago"] < 30
+    assert shown["num_lost"] >= 1
+    assert instance_of(fleet, "decode-0")["version"] == shown["version"]
+
+
+def instance_of(fleet: Fleet, name: str) -> dict[str, Any]:
+    [found] = [each for each in fleet.status()["instances"] if each["name"] == name]
+    return dict(found)
+
+
+def test_a_router_outside_follows_each_instance(fleet: Fleet) -> None:
+    """Each publishes at the configured endpoint and its number on this host."""
+    fleet.wait_until_healthy(20)
+    ends = {each["name"]: each["kv_events"] for each in fleet.status()["instances"]}
+    numbers = {"prefill-0": "", "decode-0": "_dp1", "decode-1": "_dp2"}
+    assert ends == {name: ends["prefill-0"] + end for name, end in numbers.items()}
+    before = {name: instance_of(fleet, name)["num_prompt_tokens"] for name in numbers}
+    asked(fleet, 400)
+    [name] = [name for name in numbers if instance_of(fleet, name)["num_prompt_tokens"] > before[name]]
+    with KVEventSubscriber(ends[name], instance_of(fleet, name)["kv_replay"]) as reader:
+        while not isinstance(item := reader.poll(10.0), ReceivedBatch) or not item.batch.events:
+            assert item is not None, "nothing was published"
+        assert isinstance(item.batch.events[0], BlockStored)
+        assert item.batch.data_parallel_rank == list(numbers).index(name)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -80,6 +80,28 @@ def test_instances_elsewhere_serve(tmp_path: Path) -> None:
         assert {each["name"] for each in fleet.status()["instances"]} == {"prefill-0", "decode-0"}
 
 
+def test_a_fleet_serves_without_the_instances_that_are_not_there(tmp_path: Path) -> None:
+    """Nothing listens at one address, and the host of another has no name."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    file = tmp_path / "fleet.yaml"
+    ends = f"'tcp://127.0.0.1:{ports[0]}', 'tcp://127.0.0.1:{ports[1]}', 'tcp://nothing.invalid:5700'"
+    file.write_text(
+        f"fleet: {{shared_key: 0123456789abcdef, groups: {{a: {{addresses: [{ends}]}}}}}}", encoding="utf-8"
+    )
+    with instance_elsewhere(file, "a-0"), running_fleet("--config", str(file)) as fleet:
+        assert fleet.complete(PROMPT, 5)["status"] == 200
+        shown = {each["name"]: each for each in fleet.status()["instances"]}
+        assert {name: each["state"] for name, each in shown.items()} == {
+            "a-0": "ready", "a-1": "starting", "a-2": "starting"
+        }  # fmt: skip
+        assert shown["a-1"]["fault"]
+        assert "nothing.invalid" in shown["a-2"]["fault"]
+        missing = next(line for line in fleet.log if "not there yet" in line)
+        assert "a-1" in missing
+        assert "a-2" in missing
+
+
 def test_only_an_instance_with_an_address_is_served_alone(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("fleet: {groups: {a: {}}}", encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from sagellm.benchmarks.reporting import Table, print_tables
+from sagellm.benchmarks.reporting import print_tables
 from sagellm.cli._options import App, argument, command, flag
 from sagellm.cli.cache_server import DEFAULT_URL, base_url, refusal
 from sagellm.cli.fleet_chips import chips
@@ -17,7 +17,7 @@ from sagellm.cli.fleet_manifests import manifests
 from sagellm.core.config_layers import env_name
 from sagellm.core.errors import ConfigError
 
-OPERATION_S = 3600.0
+OPERATION_S, STATUS_S = 3600.0, 10.0
 _URL = flag("--url URL", f"The server; default: {DEFAULT_URL}.")
 _KEY = flag("--admin-key KEY", "Its admin key, or an API key for status; default: SAGELLM_SERVER_ADMIN_KEY.")
 _JSON = flag("--json", "Print JSON.", False)
@@ -27,7 +27,8 @@ _NAME = argument("INSTANCE", "Its name in `status`.", ...)
 @command
 def status(url: str | None = _URL, key: str | None = _KEY, as_json: bool = _JSON) -> None:
     """Show each instance: its state, load and faults."""
-    _show(_ask("GET", url, "/v1/fleet", key), as_json=as_json)
+    key = key or os.environ.get(env_name("server.api_key"))
+    _show(ask("GET", url, "/v1/fleet", key, timeout_s=STATUS_S), as_json=as_json)
 
 
 @command
@@ -38,7 +39,7 @@ def drain(
     as_json: bool = _JSON,
 ) -> None:
     """Give an instance no new requests, and wait until it has none."""
-    _show(_ask("POST", url, "/v1/admin/fleet/drain", key, {"name": name}), as_json=as_json)
+    _show(ask("POST", url, "/v1/admin/fleet/drain", key, {"name": name}), as_json=as_json)
 
 
 @command
@@ -49,7 +50,7 @@ def resume(
     as_json: bool = _JSON,
 ) -> None:
     """Give a drained instance requests again."""
-    _show(_ask("POST", url, "/v1/admin/fleet/resume", key, {"name": name}), as_json=as_json)
+    _show(ask("POST", url, "/v1/admin/fleet/resume", key, {"name": name}), as_json=as_json)
 
 
 @command
@@ -61,7 +62,7 @@ def restart(
 ) -> None:
     """Drain an instance and start it again; no request is lost."""
     body = {} if name is None else {"name": name}
-    _show(_ask("POST", url, "/v1/admin/fleet/restart", key, body), as_json=as_json)
+    _show(ask("POST", url, "/v1/admin/fleet/restart", key, body), as_json=as_json)
 
 
 @command
@@ -74,26 +75,45 @@ def scale(
 ) -> None:
     """Start instances of a group, or drain and end some."""
     body = {"group": group, "count": count}
-    _show(_ask("POST", url, "/v1/admin/fleet/scale", key, body), as_json=as_json)
+    _show(ask("POST", url, "/v1/admin/fleet/scale", key, body), as_json=as_json)
 
 
 app = App(help="The instances behind a running server.")
 app.add(status, drain, resume, restart, scale, chips, manifests)
 
 
-def _ask(
-    method: str, url: str | None, path: str, key: str | None, body: Mapping[str, Any] | None = None
+class NotServingError(ConfigError):
+    """The server is there and does not serve yet."""
+
+
+def ask(
+    method: str,
+    url: str | None,
+    path: str,
+    key: str | None,
+    body: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = OPERATION_S,
 ) -> dict[str, Any]:
     """The answer of the server. Raises `ConfigError` with what it says."""
     address, key = base_url(url) + path, key or os.environ.get(env_name("server.admin_key"))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx2.request(method, address, json=body, headers=headers, timeout=OPERATION_S)
+        answer = httpx2.request(method, address, json=body, headers=headers, timeout=timeout_s)
+    except httpx2.ReadTimeout as error:
+        raise NotServingError(
+            f"{address} has not answered within {timeout_s:g} s: its processes start, or are stopped"
+        ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ConfigError(f"no sageLLM server answers at {address}: {error}; name it with --url") from error
+    if answer.status_code == 503:
+        raise NotServingError(f"{address}: {refusal(answer)}")
     if answer.status_code != 200:
         raise ConfigError(f"{address}: {refusal(answer)}")
-    found: dict[str, Any] = answer.json()
+    try:
+        found: dict[str, Any] = answer.json()
+    except ValueError:
+        raise ConfigError(f"{address} answers what is no JSON: is this a sageLLM server?") from None
     return found
 
 
@@ -101,17 +121,8 @@ def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(status, indent=2))
         return
-    columns = ("instance", "type", "state", "pid", "requests", "placed", "KV in use", "busy", "lost", "fault")
-    rows = [
-        (
-            each["name"], each["type"], each["state"], str(each["pid"] or ""), str(each["num_requests"]),
-            str(each["num_placed"]), f"{each['kv_cache_usage']:.0%}", f"{each['utilization']:.0%}",
-            str(each["num_lost"]), each["fault"],
-        )
-        for each in status["instances"]
-    ]  # fmt: skip
-    print_tables([Table("Instances", columns, rows, num_names=3)])
-    print(
-        f"{status['num_requests']} requests, {status['num_queued']} of them wait for an instance; "
-        f"{status['num_retries']} were begun again"
-    )
+    from sagellm.diagnostics.watch.fleet import fleet_lines, fleet_table
+
+    print_tables([fleet_table(status)])
+    for line in fleet_lines(status):
+        print(line)

@@ -32,6 +32,7 @@ def serve(
     record_trace: Path | None = flag("--record-trace FILE", "Record requests, as ids of their blocks."),
     prefill: int | None = flag("--prefill N", "A fleet: N instances that compute prompts.", min=1),
     decode: int | None = flag("--decode N", "A fleet: N instances that go on from there.", min=1),
+    ray: bool = flag("--ray", "A fleet: instances are actors of a Ray cluster, RAY_ADDRESS or here.", False),
     instance: str | None = flag("NAME", "Serve this instance of a fleet file alone, for a front elsewhere."),
     *,
     model: Model,
@@ -53,8 +54,12 @@ def serve(
     if config.fleet.groups:
         if record_trace is not None:
             raise ConfigError("--record-trace: a fleet records no trace yet; serve one engine for that")
-        _serve_fleet(resolved)
+        _serve_fleet(resolved, ray=ray)
         return
+    if ray:
+        raise ConfigError(
+            "--ray is for a fleet: give --config FILE with fleet.groups, or --prefill and --decode"
+        )
     from sagellm import serving
     from sagellm.benchmarks.traces.recorder import TraceRecorder
 
@@ -90,9 +95,11 @@ def _counted(prefill: int | None, decode: int | None) -> dict[str, Any]:
     return {"fleet.groups": counted_groups(counts)} if counts else {}
 
 
-def _serve_fleet(resolved: Resolved) -> None:
+def _serve_fleet(resolved: Resolved, *, ray: bool) -> None:
     """Serve by several processes until a signal; a second Ctrl-C ends them at once."""
     from sagellm.control_plane.fleet_instances import check_groups
+    from sagellm.serving.fleet.local_launcher import LocalLauncher
+    from sagellm.serving.fleet.ray_launcher import RayLauncher
     from sagellm.serving.fleet.supervisor import Supervisor
     from sagellm.serving.server import bind
 
@@ -100,7 +107,7 @@ def _serve_fleet(resolved: Resolved) -> None:
     check_groups(resolved)
     set_up_logging(config.log.level, config.log.format)
     with bind(config.server.host, config.server.port) as listener:
-        supervisor = Supervisor(resolved, listener)
+        supervisor = Supervisor(resolved, listener, RayLauncher if ray else LocalLauncher)
 
         def end(signal_number: int, _frame: object) -> None:
             if supervisor.stopping and signal_number == signal.SIGINT:
@@ -120,21 +127,29 @@ def _serve_instance(resolved: Resolved, name: str) -> None:
 
     Raises `ConfigError` if it has none, or if the file names no key.
     """
-    from sagellm.control_plane.fleet_instances import elsewhere, instance_config, shared_key
-    from sagellm.serving.fleet.instance_process import instance_server, serve_instance
+    from sagellm.control_plane.fleet_instances import (
+        elsewhere,
+        instance_config,
+        number_on_host,
+        publishing,
+        shared_key,
+    )
+    from sagellm.serving.fleet.instance_process import instance_server, listening_endpoint, serve_instance
 
     found, key = elsewhere(name, resolved.config.fleet), shared_key(resolved.config.fleet)
     host, _, port = found.address.removeprefix("tcp://").rpartition(":")
-    config = instance_config(resolved, found.group)
+    number = number_on_host(name, resolved.config.fleet)
+    config = publishing(instance_config(resolved, found.group), resolved.config.events, name, number)
     set_up_logging(config.log.level, config.log.format)
     server = instance_server(
         {
             "name": name,
             "kind": found.type.value,
             "report_s": resolved.config.fleet.heartbeat_s,
-            "endpoint": f"tcp://*:{port}",
+            "endpoint": listening_endpoint(name, host, int(port), resolved.config.fleet.listen_host),
             "key": key,
             "config": config.model_dump(mode="json"),
+            "rank": number,
             "host": host,
         }
     )
@@ -155,13 +170,5 @@ def event_bus(config: Config) -> Iterator[EventBus]:
         return
     from sagellm.control_plane.kv_events import KVEventPublisher
 
-    with KVEventPublisher(
-        bus,
-        events.endpoint,
-        events.replay_endpoint,
-        events.topic,
-        block_size=config.kv.block_size,
-        buffer_steps=events.buffer_steps,
-        hash_form=events.hash_form,
-    ):
+    with KVEventPublisher.of(bus, events, config.kv.block_size):
         yield bus

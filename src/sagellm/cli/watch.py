@@ -21,7 +21,9 @@ from rich.text import Text
 
 from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
 from sagellm.cli._options import OptionGroup, argument, command, flag
+from sagellm.cli.cache_server import DEFAULT_URL
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.config_layers import env_name
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _PROXY_HELP = "Listen as well, and pass requests on to this server, which then r
 _BYTES_HELP = "Bytes of KV per token, where neither the metrics nor --model tell."
 DTYPE_BYTES = {"float32": 4, "float": 4}
 DEFAULT_DTYPE_BYTES = 2
+INTERVAL_S, FLEET_INTERVAL_S = 5.0, 1.0
 TOGETHER_S = 1.0
 """Signals within this time are one."""
 LINE_S, SILENT_S = 60.0, 10.0
@@ -66,6 +69,16 @@ class Servers(OptionGroup):
         if bytes_per_token is None and self.model is not None:
             bytes_per_token = kv_bytes_per_token(self.model / "config.json")
         return CacheSizes(self.blocks, bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions(OptionGroup):
+    """A fleet that is shown by its instances."""
+
+    url: str | None = flag("--url URL", "Show the instances of the fleet at this address.")
+    instance: str | None = flag("NAME", "Also show this one in detail; needs an admin key.")
+    admin_key: str | None = flag("KEY", "The fleet's; default: SAGELLM_SERVER_ADMIN_KEY.")
+    api_key: str | None = flag("KEY", "Where clients need one; default: SAGELLM_SERVER_API_KEY.")
 
 
 _KV_BY_LAYER = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
@@ -99,7 +112,7 @@ def kv_bytes_per_token(config: Path) -> int:
 def watch(
     servers: list[str] = argument("[SERVER]...", _SERVER_HELP, (), show_default=False),
     duration: float = flag("SECONDS", "How long; Ctrl-C ends it sooner.", 600.0),
-    interval: float = flag("SECONDS", "Between two looks at the metrics.", 5.0),
+    interval: float | None = flag("SECONDS", "Between two looks; default: 5, at a fleet 1."),
     proxy: str | None = flag("URL", _PROXY_HELP),
     listen: str = flag("HOST:PORT", "Where the proxy listens; port 0: any.", "127.0.0.1:0"),
     out_file: Path = flag("--html FILE", "Write the page there.", Path("watch.html")),
@@ -111,19 +124,22 @@ def watch(
         "--text", "Show the text of evicted prefixes; needs --model and the extra native.", False
     ),
     known: Servers,
+    fleet: FleetOptions,
 ) -> None:
     """Watch the KV cache of running servers, and what would raise its hit rate.
 
-    Nothing is changed at the server, and nothing is sent anywhere.
+    Or the instances of a fleet, with --url. Nothing is changed at the server, and nothing is sent anywhere.
     """
+    if not duration > 0 or (interval is not None and not interval > 0):
+        raise ConfigError("--duration and --interval must be more than 0 seconds")
+    if fleet.url is not None or fleet.instance is not None:
+        _watch_fleet(fleet, duration, interval, json_file, [*servers, proxy, record, text])
+        return
     from sagellm.control_plane.kv_events.publisher import WallClock
-    from sagellm.diagnostics.watch.page import render
     from sagellm.diagnostics.watch.proxy import ReportingProxy
     from sagellm.diagnostics.watch.recording import WatchRecording
     from sagellm.diagnostics.watch.watcher import Watcher
 
-    if not duration > 0 or not interval > 0:
-        raise ConfigError("--duration and --interval must be more than 0 seconds")
     for path in filter(None, (out_file, json_file, record)):
         check_writable(path)
     decode = _decoder(known.model) if text else None
@@ -143,19 +159,45 @@ def watch(
             if proxy is not None:
                 url = stack.enter_context(ReportingProxy(proxy, host, port)).url
                 print(f"sagellm: send requests to {url}, which passes them on to {proxy}", file=sys.stderr)
-            _follow(watcher, duration, interval, stop.is_stopped)
+            _follow(watcher, duration, interval or INTERVAL_S, stop.is_stopped)
         finally:
             watcher.close()
         stop.is_stopped.set()  # the next signal ends the replays
         with _replay_view() as show:
             report = watcher.report(jobs=JOBS, decode=decode, on_replay=show)
+    _write(report, out_file, json_file)
+    if recording is not None:
+        print(recording.summary())
+
+
+def _write(report: WatchReport, out_file: Path, json_file: Path | None) -> None:
+    from sagellm.diagnostics.watch.page import render
+
     out_file.write_text(render(report), encoding="utf-8")
     if json_file is not None:
         write_json(json_file, as_json(report))
     _show(report)
     print(f"\n{out_file}")
-    if recording is not None:
-        print(recording.summary())
+
+
+def _watch_fleet(
+    options: FleetOptions,
+    seconds: float,
+    interval: float | None,
+    json_file: Path | None,
+    others: Sequence[object],
+) -> None:
+    """Show a fleet. `others`: options that go with KV events alone."""
+    from sagellm.cli.watch_fleet import FleetWatch, watch_fleet
+
+    if any(others):
+        raise ConfigError("--url shows a fleet: SERVER, --proxy, --record and --text are for KV events")
+    if json_file is not None:
+        check_writable(json_file)
+    api_key = options.api_key or os.environ.get(env_name("server.api_key"))
+    watch = FleetWatch(options.url or DEFAULT_URL, options.admin_key, api_key, options.instance)
+    with _stopped_by_signals() as stop:
+        watch_fleet(watch, interval or FLEET_INTERVAL_S, seconds, stop.is_stopped, json_file)
 
 
 def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:

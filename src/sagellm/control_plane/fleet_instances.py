@@ -7,13 +7,15 @@ for instance in fleet_instances(fleet):       # prefill-0, decode-0, decode-1
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sagellm.core.config import SECRET_KEYS, Config
+from sagellm.core.config import SECRET_KEYS, Config, EventsConfig
 from sagellm.core.config_layers import Layer, Resolved, flatten, resolve
 from sagellm.core.errors import ConfigError, nearest
 from sagellm.core.files import read_text
@@ -33,6 +35,7 @@ FLEET_WIDE = frozenset(
 """Keys in which instances may not differ: a request may go on at another instance with the same tokens, and
 the front counts blocks for all."""
 MAX_KEY_BYTES = 4096
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def elsewhere(name: str, fleet: FleetConfig) -> FleetInstance:
 def instance_config(resolved: Resolved, group: str) -> Config:
     """The configuration of a group's instances: the fleet's, with the group's settings over it.
 
-    Its section `fleet` is empty, and it publishes no KV events unless the caller says where. Raises
+    Its section `fleet` is empty, and it publishes no KV events (see `publishing`). Raises
     `ConfigError` for settings that instances of a fleet cannot have.
     """
     settings = _settings(resolved.config.fleet, group)
@@ -114,6 +117,69 @@ def check_groups(resolved: Resolved) -> None:
     """Raises `ConfigError` if a group's settings cannot be used, before anything is started."""
     for name in resolved.config.fleet.groups:
         instance_config(resolved, name)
+    _check_event_ports(resolved.config)
+
+
+def publishing(config: Config, events: EventsConfig, name: str, number: int) -> Config:
+    """An instance's configuration with the KV events that the fleet's says. `number`: on its host.
+
+    The ports are those of vLLM's data-parallel ranks: the configured one plus the number. `{instance}` in the
+    topic is its name.
+    """
+    ends = {end: offset_port(getattr(events, end), number) for end in _EVENT_ENDS}
+    topic = events.topic.replace("{instance}", name)
+    return config.model_copy(update={"events": events.model_copy(update={**ends, "topic": topic})})
+
+
+_EVENT_ENDS = ("endpoint", "replay_endpoint")
+
+
+def offset_port(endpoint: str | None, number: int) -> str | None:
+    """An endpoint for the instance of this number: tcp://*:5557 and 2 -> tcp://*:5559.
+
+    The rule of vLLM's `ZmqEventPublisher.offset_endpoint_port`. A path gets an ending, port 0 stays any port.
+    """
+    if endpoint is None or not number or _port(endpoint) == 0:
+        return endpoint
+    if (port := _port(endpoint)) is None:
+        return f"{endpoint}_dp{number}"
+    return f"{endpoint.rpartition(':')[0]}:{port + number}"
+
+
+def _port(endpoint: str) -> int | None:
+    text = endpoint.rpartition(":")[2]
+    return int(text) if endpoint.startswith("tcp:") and text.isascii() and text.isdigit() else None
+
+
+def number_on_host(name: str, fleet: FleetConfig) -> int:
+    """How many instances of the file come before this one on its host."""
+    hosts = {each.name: _host(each) for each in fleet_instances(fleet) if each.address}
+    before = itertools.takewhile(lambda other: other != name, hosts)
+    return sum(hosts[other] == hosts[name] for other in before)
+
+
+def _host(instance: FleetInstance) -> str:
+    return instance.address.rpartition(":")[0]
+
+
+def _check_event_ports(config: Config) -> None:
+    """Raises `ConfigError` if the ports for KV events of one host collide."""
+    first, replay = (_port(getattr(config.events, end) or "") for end in _EVENT_ENDS)
+    groups = config.fleet.groups.values()
+    num_local = sum(max(group.num_instances, group.max_count or 0) for group in groups if group.is_local)
+    hosts = Counter(_host(each) for each in fleet_instances(config.fleet) if each.address)
+    num = max(num_local, *hosts.values(), 1)
+    if first and max(first, replay or 0) + num - 1 > MAX_PORT:
+        raise ConfigError(
+            f"events: {num} instances publish at ports from {first} on, each at its own: choose lower ones, "
+            f"as the highest port is {MAX_PORT}"
+        )
+    if first and replay and abs(first - replay) < num:
+        raise ConfigError(
+            f"events.endpoint and events.replay_endpoint: {num} instances take the ports from {first} on and "
+            f"from {replay} on, each the first one plus its number; set events.replay_endpoint=tcp://*:"
+            f"{first + num} or higher"
+        )
 
 
 def _settings(fleet: FleetConfig, group: str) -> dict[str, Any]:

@@ -311,12 +311,16 @@ class EventsConfig(Section):
     """KV events for routers, in vLLM's wire form over ZeroMQ."""
 
     endpoint: Word | None = key(
-        None, f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere"
+        None,
+        f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere; instances of a fleet add "
+        "their number to the port",
     )
     replay_endpoint: Word | None = key(
         None, f"where readers ask for what they missed, as tcp://*:{int(SagePorts.KV_EVENTS_REPLAY)}"
     )
-    topic: str = key("", "topic of the messages; llm-d reads kv@POD@MODEL")
+    topic: str = key(
+        "", "topic of the messages; llm-d reads kv@POD@MODEL; {instance}: an instance's name in a fleet"
+    )
     hash_form: Literal["int64", "bytes"] = key(
         "int64", "form of block hashes: 64-bit numbers (all readers) or whole"
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from sagellm.core.config import PRESETS, SECRET_KEYS, Config
@@ -218,6 +218,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"][:2])
+        if problem["type"] == "extra_forbidden" and key in origins:
+            lines.append(_unknown(problem["loc"], origins[key]))
+            continue
         message = re.sub(r" or instance of \w+", "", problem["msg"].removeprefix("Value error, "))
         if key in origins:
             within = "".join(f"[{part!r}]" for part in problem["loc"][2:])
@@ -226,3 +229,19 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         else:
             lines.append(f"{key}: {message}")
     return "; ".join(lines)
+
+
+def _unknown(path: Sequence[str | int], origin: str) -> str:
+    """What is wrong with a key inside a value, such as a group."""
+    kind: Any = Config
+    for part in path[:-1]:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = kind.model_fields[str(part)].annotation
+        else:
+            inner = (each for each in get_args(kind) if isinstance(each, type))
+            kind = next((each for each in inner if issubclass(each, BaseModel)), None)
+    named, name = ".".join(map(str, path)), str(path[-1])
+    known = kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    if "settings" in known and (name in KEYS or name in Config.model_fields):
+        return f"{named} in {origin}: keys of the configuration stand in {named.removesuffix(name)}settings"
+    return f"unknown key {named!r} in {origin}.{nearest(name, known)}"

@@ -25,6 +25,7 @@ EXTRA_OF: Mapping[str, str] = {
     "zstandard": "tiers",
     "nixl_cu12": "nixl",
     "mooncake": "mooncake",
+    "ray": "ray",
     "vllm": "vllm",
     "sglang": "sglang",
 }

@@ -71,6 +71,9 @@ class GroupConfig(Section):
         "memory of each of its chips, or host memory on CPU cores, that an instance keeps to (GiB)",
         gt=0.0,
     )
+    ray_resources: dict[Word, Annotated[float, Field(gt=0.0)]] = key(
+        {}, "with --ray: resources of each instance beside CPU and GPU, or in place of them: {h100: 1}"
+    )
     min_count: Positive | None = key(None, "fewest instances with autoscaling; none: 1")
     max_count: int | None = key(
         None, "most instances with autoscaling; none: the number stays", ge=1, le=MAX_INSTANCES
@@ -139,6 +142,7 @@ _LOCAL_KEYS = (
     "shares_chips",
     "cores",
     "memory_gb",
+    "ray_resources",
     "min_count",
     "max_count",
 )
@@ -164,7 +168,13 @@ class FleetConfig(Section):
     handover_policy: FailurePolicy = key(
         FailurePolicy.RECOMPUTE, "when KV does not come: recompute it there, or fail the request"
     )
-    start_timeout_s: Seconds = key(600.0, "seconds in which an instance loads its model")
+    start_timeout_s: Seconds = key(
+        600.0, "seconds in which an instance loads its model; a fleet ends that has none then"
+    )
+    listen_host: Word | None = key(
+        None, "address on which `serve --instance` listens, `*` for all; none: that of the fleet file, if it "
+        "is one of this host's, else all"
+    )  # fmt: skip
     patience_s: Seconds = key(
         300.0,
         "seconds that a request waits while no instance serves, then it fails; full ones are waited for",
@@ -179,6 +189,10 @@ class FleetConfig(Section):
     chips_file: Word | None = key(
         None, "measured chips, as `sagellm fleet chips --measure --save FILE` writes them; none: data sheets"
     )
+    ray_strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = key(
+        "pack", "with --ray: on few nodes, or on many; strict: on one, or on as many as there are instances"
+    )
+    ray_timeout_s: Seconds = key(60.0, "with --ray: seconds in which the cluster has room for an instance")
     shared_key: Word | None = key(
         None, f"key that front and instances share, {MIN_KEY_CHARACTERS} characters or more; none: a new one "
         "at each start", repr=False,

@@ -5,6 +5,7 @@ That is: pinned prompts, the cached blocks, the eviction policy and the scheduli
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,9 +79,9 @@ class SchedulingInUse:
 
 @dataclass(frozen=True, slots=True)
 class AdminRoutes:
-    """The handlers. A change happens on the engine's thread between two steps, whole or not at all.
+    """The handlers. A change happens between two steps of an engine, whole or not at all.
 
-    Running requests go on. `current` and `pins` are written on that thread alone.
+    Running requests go on.
     """
 
     gateway: Gateway
@@ -89,6 +90,7 @@ class AdminRoutes:
     current: SchedulingInUse
     pins: dict[str, tuple[PinnedPrefix, Pin]] = field(default_factory=dict)
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def pin(self, request: Request) -> Pin:
         """Compute the prompt unless it is cached, then hold its whole blocks."""
@@ -97,7 +99,7 @@ class AdminRoutes:
         tokens = await run_in_threadpool(self.encoder.of, body)
         await self._compute(request, tokens, tenant)
         pin_id = f"pin-{next(self._ids)}"
-        return await self.gateway.call(lambda llm: self._hold(llm, pin_id, tokens, tenant))
+        return await self.gateway.ask(lambda llm: self._hold(llm, pin_id, tokens, tenant))
 
     async def list_pins(self) -> PinList:
         return PinList(data=[pin for _, pin in list(self.pins.values())])
@@ -116,7 +118,7 @@ class AdminRoutes:
         tiers = request.query_params.get("reset_external", "false")
         if tiers not in ("true", "false"):
             raise RequestError("reset_external is true or false", "reset_external")
-        clear = self.gateway.call(lambda llm: llm.clear_cache(tiers=tiers == "true"))
+        clear = self.gateway.ask(lambda llm: llm.clear_cache(tiers=tiers == "true"))
         return CacheCleared(num_blocks=await clear)
 
     async def get_policy(self) -> CurrentPolicy:
@@ -171,9 +173,12 @@ class AdminRoutes:
             try:
                 replace(llm)
             except SageError as error:
-                raise RequestError(str(error), param) from error
+                refused = RequestError(str(error), param)
+                refused.status = getattr(error, "status", refused.status)
+                raise refused from error
 
-        await self.gateway.call(replaced)
+        async with self._turn:  # `current` is what came last
+            await self.gateway.ask(replaced)
 
     async def _compute(self, request: Request, tokens: Tokens, tenant: str) -> None:
         params = self.gateway.llm.sampling_params(max_tokens=1)
@@ -185,7 +190,7 @@ class AdminRoutes:
                 pass
 
     def _hold(self, llm: LLM, pin_id: str, tokens: Tokens, tenant: str) -> Pin:
-        """Pin the prompt; for the engine's thread."""
+        """Pin the prompt; for the thread of `ask`."""
         if len(self.pins) >= MAX_PINS:
             raise ConflictError(f"{MAX_PINS} prompts are pinned: delete one first")
         try:

@@ -90,7 +90,9 @@ def create_app(
         )
     app.add_middleware(AccessLog, request_log=request_log)
     reader = RequestReader(settings, model_name or llm.model_name)
-    fleet = FleetRoutes(gateway, reader, (config or Config()).fleet, lifecycle)
+    fleet = FleetRoutes(
+        gateway, reader, (config or Config()).fleet, lifecycle, began_s=llm.engine.clock.now()
+    )
     _add_routes(app, _handlers(gateway, reader, config, wall_clock, fleet), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
     app.openapi = cache(described)  # type: ignore[method-assign] # in place of FastAPI's
@@ -149,7 +151,7 @@ class OtherRoutes:
         """
         body = await self.reader.read(HintRequest, request)
         tenant = body.cache_salt or ""
-        outcomes = await self.gateway.call(lambda llm: llm.hint(body.kv_hints, tenant=tenant))
+        outcomes = await self.gateway.ask(lambda llm: llm.hint(body.kv_hints, tenant=tenant))
         shown = [
             {
                 "action_id": outcome.action_id,
@@ -218,6 +220,7 @@ def _handlers(
         ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
         ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
         ("GET", "/v1/fleet"): fleet.status,
+        ("GET", "/v1/admin/fleet/instances/{name}"): fleet.instance,
         ("POST", "/v1/admin/fleet/drain"): fleet.drain,
         ("POST", "/v1/admin/fleet/resume"): fleet.resume,
         ("POST", "/v1/admin/fleet/restart"): fleet.restart,
@@ -248,7 +251,7 @@ def _add_routes(
     """Add the routes of `ENDPOINTS`, each behind its key, and HEAD beside GET."""
     admin_check = _bearer_check({admin_key: ""}, "admin key", "ADMIN_KEY") if admin_key else _refuse_admin
     for_operators = [Depends(admin_check)]
-    for_clients = [Depends(_bearer_check(keys, "API key", "KEY"))] if keys else []
+    for_clients = _client_checks(keys)
     models = handlers["GET", "/v1/models"]
     app.add_api_route(
         "/v1/models/", models, methods=["GET", "HEAD"], dependencies=for_clients, include_in_schema=False
@@ -262,6 +265,15 @@ def _add_routes(
             app.add_api_route(
                 pattern, handler, methods=["HEAD"], dependencies=checks, include_in_schema=False
             )
+
+
+def client_checks(settings: ServerConfig) -> list[Any]:
+    """The dependencies of a route for clients: their key, if they need one."""
+    return _client_checks(_names_by_key(settings))
+
+
+def _client_checks(keys: Mapping[str, str]) -> list[Any]:
+    return [Depends(_bearer_check(keys, "API key", "KEY"))] if keys else []
 
 
 async def _refuse_admin() -> None:

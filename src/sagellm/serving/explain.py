@@ -58,7 +58,7 @@ class ExplainRoutes:
         )
         session_id = body.session_id if tenant else None
         async with self._turn:
-            found = await self.gateway.call(
+            found = await self.gateway.ask(
                 lambda llm: llm.explain(tokens, tenant=tenant, session_id=session_id)
             )
         return Explanation(

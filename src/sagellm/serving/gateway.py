@@ -7,9 +7,11 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError
@@ -18,7 +20,7 @@ from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
-from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused
+from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused, answered
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
 
 log = logging.getLogger("sagellm.serving")
@@ -28,6 +30,9 @@ MAX_UNREAD_BYTES = 2**20
 
 DIAGNOSTICS_TIMEOUT_S = 1.0
 """How long a scrape waits for the step that runs."""
+
+NUM_WORKERS = 16
+"""Threads that wait for answers of a fleet's instances. They are made when they are needed."""
 
 T = TypeVar("T")
 
@@ -143,6 +148,7 @@ class Gateway:
         self._open: dict[str, _OpenRequest] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._ids = itertools.count()
+        self._workers = ThreadPoolExecutor(NUM_WORKERS, "sagellm-questions")
         self._draining = False
         self._hurried = False
         self._loop = EngineLoop(llm, self._deliver)
@@ -216,13 +222,29 @@ class Gateway:
         Raises the `SageError` that `do` raises, and `CallError` for another exception. As many calls may wait
         as sequences; beyond that it raises `OverloadedError`, without an engine `UnavailableError`.
         """
+        return await self._answer(lambda answer: self._loop.call(do, answer))
+
+    async def ask(self, do: Callable[[LLM], T]) -> T:
+        """As `call`, for pins, hints and other questions.
+
+        Instances of a fleet answer them after their step, so `do` is called on a thread that may wait.
+        """
+        if not isinstance(self.llm.engine, FleetEngine):
+            return await self.call(do)
+
+        def ask(answer: asyncio.Future[T]) -> None:
+            self._workers.submit(lambda: self._deliver([answered(self.llm, do, answer)]))
+
+        return await self._answer(ask)
+
+    async def _answer(self, begin: Callable[[asyncio.Future[T]], None]) -> T:
         self._check_alive()
         if len(self._calls) >= self.settings.max_waiting:
             raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.add(answer)
         try:
-            self._loop.call(do, answer)
+            begin(answer)
             return await answer
         finally:
             self._calls.remove(answer)
@@ -279,6 +301,7 @@ class Gateway:
             grace_s = 0.0 if self._hurried else RANKS_END_S
             if await asyncio.to_thread(self._loop.end_ranks, grace_s):
                 await self._wait_for_loop(RANKS_END_S)
+        self._workers.shutdown(wait=False, cancel_futures=True)
         self._asyncio = None
 
     async def _wait_for_loop(self, timeout_s: float) -> None:

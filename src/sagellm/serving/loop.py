@@ -100,17 +100,7 @@ class EngineLoop:
     def call(self, do: Callable[[LLM], object], answer: asyncio.Future[Any]) -> None:
         """Call `do`; an `Answered` follows. An exception that is no `SageError` becomes a `CallError`."""
 
-        def call() -> Answered:
-            try:
-                return Answered(answer, do(self._llm))
-            except SageError as error:
-                return Answered(answer, error=error)
-            except Exception as error:  # of a plug-in, most likely: only this call has failed
-                log.exception("a call of the engine failed; the engine goes on")
-                what = f"{type(error).__name__} within the engine, which goes on"
-                return Answered(answer, error=CallError(f"internal error: {what}; the log has the details"))
-
-        self._queue(call)
+        self._queue(lambda: answered(self._llm, do, answer))
 
     def request_stop(self) -> None:
         """End the thread after the step that runs. See `end_ranks` for one that does not end."""
@@ -168,3 +158,15 @@ class EngineLoop:
                 commands.append(self._commands.get_nowait())
         except queue.Empty:
             return commands
+
+
+def answered(llm: LLM, do: Callable[[LLM], object], answer: asyncio.Future[Any]) -> Answered:
+    """What `do` returns or raises, for the caller that awaits `answer`."""
+    try:
+        return Answered(answer, do(llm))
+    except SageError as error:
+        return Answered(answer, error=error)
+    except Exception as error:  # of a plug-in, most likely: only this call has failed
+        log.exception("a call of the engine failed; the engine goes on")
+        what = f"{type(error).__name__} within the engine, which goes on"
+        return Answered(answer, error=CallError(f"internal error: {what}; the log has the details"))

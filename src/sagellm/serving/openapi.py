@@ -30,7 +30,8 @@ from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.explain import ExplainRequest
-from sagellm.serving.fleet.routes import FleetStatus, InstanceRequest, ScaleRequest
+from sagellm.serving.fleet.routes import InstanceRequest, ScaleRequest
+from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
@@ -186,6 +187,11 @@ FOR_OPERATORS: Endpoints = {
         StrategyRequest,
         examples={"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
     ),
+    ("GET", "/v1/admin/fleet/instances/{name}"): Endpoint(
+        "One instance in detail: its cache, its tiers, what it evicted",
+        InstanceDetail,
+        statuses=(404, *RUNNING),
+    ),
     ("POST", "/v1/admin/fleet/drain"): Endpoint(
         "Give an instance no new requests, and wait until it has none",
         FleetStatus,
@@ -275,12 +281,13 @@ def _endpoint(path: str, endpoint: Endpoint, key: str, model_name: str) -> Schem
     if key:
         found["security"] = [{key: []}]
     found["parameters"] = [{"$ref": "#/components/parameters/request_id"}]
-    in_path = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
+    in_path = {"in": "path", "required": True, "schema": {"type": "string"}}
     for name, text in endpoint.flags.items():
         asked = {"in": "query", "name": name, "schema": {"type": "boolean"}, "description": text}
         found["parameters"].append(asked)
-    if "{pin_id}" in path:
-        found["parameters"].append(in_path)
+    for name in ("pin_id", "name"):
+        if f"{{{name}}}" in path:
+            found["parameters"].append(in_path | {"name": name})
     if "{model}" in path:
         named = {"name": "model", "schema": TEXT, "example": model_name}
         found["parameters"].append(in_path | named)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from sagellm.control_plane.fleet.client import Instances
+from sagellm.control_plane.fleet.client import PING_S, Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.served import FleetPolicy
+from sagellm.control_plane.kv_events import KVEventPublisher
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.config import EventsConfig
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.router import (
@@ -85,28 +87,37 @@ class Scene:
         silence_s: float = 300.0,
         exchanges: bool = False,
         router: InTurn | None = None,
+        publishes: bool = False,
     ):
         self.folder, self.clock = folder, MonotonicClock()
+        self.publishes = publishes
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
-        self.instances = Instances(KEY, self.clock, lease_s=lease_s, silence_s=silence_s)
+        self.policy, self.lease_s, self.silence_s = policy or FleetPolicy(), lease_s, silence_s
         self.router = router or InTurn()
         self.network = InProcessNetwork(threaded=False) if exchanges else None
-        self.prefixes = PrefixIndex(self.clock)
-        self.front = FleetEngine(
-            self.instances,
-            self.router,
-            self.prefixes,
-            _check,
-            clock=self.clock,
-            policy=policy or FleetPolicy(),
-        )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
         for number in range(num):
             self.start(f"i-{number}")
-            self.front.know(self.instances.add(f"i-{number}", self.endpoint(f"i-{number}")))
-        self.until(lambda: all(each.is_ready and each.load for each in self.front.members.values()))
+        self.start_front()
+
+    def start_front(self) -> None:
+        """A front that knows all instances that run; the one before is no longer turned."""
+        self.instances = Instances(
+            KEY,
+            self.clock,
+            lease_s=self.lease_s,
+            ping_s=min(PING_S, self.lease_s / 10),
+            silence_s=self.silence_s,
+        )
+        self.prefixes = PrefixIndex(self.clock)
+        self.front = FleetEngine(
+            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=self.policy
+        )
+        for name in self.servers:
+            self.front.know(self.instances.add(name, self.endpoint(name)))
+        self.until(lambda: all(each.is_here for each in self.front.members.values()))
 
     def endpoint(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}"
@@ -116,6 +127,13 @@ class Scene:
         self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
         hand_overs, metadata = None, b""
+        publisher = None
+        if self.publishes:
+            config = EventsConfig(
+                endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", topic=name
+            )
+            block_size = engine.capability().block_size
+            publisher = KVEventPublisher.of(events, config, block_size, rank=len(self.servers))
         if self.network is not None:
             transfers = build_transfers(engine, name, InProcessTransport(name, self.network))
             hand_overs = HandOvers(transfers, early_s=0.3)
@@ -123,7 +141,8 @@ class Scene:
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
             kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
-            clock=self.clock,
+            actions={"hot_prefixes": engine.kv.index.hot_prefixes}, publisher=publisher,
+            version="sageLLM 1", clock=self.clock,
         )  # fmt: skip
         return server
 
@@ -136,6 +155,8 @@ class Scene:
         self._end_transfers(server)
 
     def _end_transfers(self, server: InstanceServer) -> None:
+        if server.publisher is not None:
+            server.publisher.close()
         if isinstance(server.hand_overs, HandOvers):
             server.hand_overs.close()
             server.hand_overs.transfers.close()

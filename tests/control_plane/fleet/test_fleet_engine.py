@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.messages import Welcome, encode
 from sagellm.control_plane.fleet.served import FleetPolicy
+from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError, EngineFailedError, RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
-from sagellm.core.protocols.fleet import InstanceLost
-from sagellm.core.types import FinishReason, Namespace, Tokens
+from sagellm.core.protocols.fleet import DrainChanged, InstanceLost
+from sagellm.core.types import FinishReason, Namespace, Request, Tokens
 from tests.builders import expected_tokens, request
 from tests.control_plane.fleet.scene import KEY, Scene, is_done
 
@@ -225,6 +227,86 @@ def test_a_drained_instance_gets_no_requests(scene: Scene) -> None:
         scene.front.drain("i-7")
 
 
+def test_a_new_front_knows_what_is_drained(scene: Scene) -> None:
+    scene.front.drain("i-0")
+    scene.front.add(request("r", PROMPT, 3))
+    scene.finish()
+    scene.front.close()
+    scene.start_front()
+    assert scene.front.members["i-0"].draining
+    assert not scene.front.members["i-1"].draining
+    scene.front.add(request("s", PROMPT, 3))
+    scene.front.add(request("t", PROMPT, 3))
+    scene.finish()
+    assert set(scene.router.placed) == {"i-1"}
+
+
+def test_a_drained_instance_that_is_started_again_is_drained(scene: Scene) -> None:
+    scene.front.drain("i-0")
+    scene.kill("i-0")
+    scene.until(lambda: not scene.front.members["i-0"].is_here)
+    scene.start("i-0")
+    scene.until(lambda: scene.servers["i-0"]._facts.draining)
+    scene.until(lambda: scene.front.members["i-0"].is_here)
+    assert scene.front.members["i-0"].draining
+
+
+def test_a_drain_that_ends_while_the_instance_is_away_has_ended(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 2, silence_s=1.0)
+    scene.front.drain("i-0")
+    scene.until(lambda: scene.servers["i-0"]._facts.draining)
+    away = scene.servers.pop("i-0")
+    scene.until(lambda: not scene.front.members["i-0"].is_ready)
+    scene.front.drain("i-0", draining=False)
+    scene.servers["i-0"] = away
+    scene.until(lambda: scene.front.members["i-0"].is_here and not away._facts.draining)
+    assert not scene.front.members["i-0"].draining
+    scene.close()
+
+
+def test_another_front_hears_of_a_drain_and_its_end(scene: Scene) -> None:
+    other = Instances(KEY, scene.clock)
+    client = other.add("i-0", scene.endpoint("i-0"))
+    found: list[bool] = []
+
+    def heard(number: int) -> bool:
+        other.wait(0.0)
+        found.extend(event.draining for event in client.poll() if isinstance(event, DrainChanged))
+        return len(found) == number
+
+    scene.until(lambda: heard(0) and client.facts is not None)
+    scene.until(lambda: scene.front.members["i-0"].is_here)  # the other front took over for a moment
+    scene.front.drain("i-0")
+    scene.until(lambda: heard(1))
+    scene.front.drain("i-0", draining=False)
+    scene.until(lambda: heard(2))
+    assert found == [True, False]
+    other.close()
+
+
+def test_an_instance_counts_from_the_age_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of its host has another beginning than that of the front."""
+    scene = Scene(tmp_path, 1)
+    server = scene.servers["i-0"]
+    taken: list[Request] = []
+    server._clock = ManualClock(5e6)
+    add = server.engine.add
+
+    def noted(asked: Request) -> None:
+        taken.append(asked)
+        add(asked)
+
+    monkeypatch.setattr(server.engine, "add", noted)
+    arrived = replace(request("r", PROMPT, 3), arrival_s=scene.clock.now() - 7.0)
+    scene.front.add(arrived)
+    scene.finish()
+    age_s = 5e6 - taken[0].arrival_s
+    assert 7.0 <= age_s < 7.0 + 60.0
+    scene.close()
+
+
 def test_what_a_drained_instance_computes_goes_on_elsewhere(scene: Scene) -> None:
     scene.front.add(request("r", PROMPT, 30))
     scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
@@ -322,8 +404,17 @@ def test_an_instance_that_leaves_the_fleet(scene: Scene) -> None:
     assert scene.tokens["r"] == expect(scene, PROMPT, 30)
 
 
+def test_an_instance_that_moves_to_another_endpoint(scene: Scene) -> None:
+    scene.front.add(request("r", PROMPT, 30))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    name = scene.router.placed[0]
+    scene.front.know(scene.instances.add(name, scene.endpoint("elsewhere")))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 30)
+
+
 def asked(scene: Scene, ask: Any) -> Any:
-    """What `ask` returns, which waits for instances: they turn meanwhile."""
+    """What `ask` returns, which waits for instances in a thread of its own: front and instances turn."""
     import threading
 
     found: list[Any] = []
@@ -337,8 +428,7 @@ def asked(scene: Scene, ask: Any) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive():
-        for server in scene.servers.values():
-            server.turn()
+        scene.turn()
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
@@ -348,8 +438,8 @@ def test_questions_are_answered_for_all(scene: Scene) -> None:
     for number in range(2):
         scene.front.add(request(f"r{number}", PROMPT, 5))
     scene.finish()
-    diagnostics = asked(scene, scene.front.diagnostics)
-    assert diagnostics.pass_time_s
+    scene.until(lambda: all(member.diagnostics for member in scene.front.members.values()))
+    assert scene.front.diagnostics().pass_time_s
     scene.until(lambda: all(member.stats for member in scene.front.members.values()))
     stats = scene.front.stats()
     assert stats.num_running == stats.num_waiting == 0
@@ -416,3 +506,37 @@ def test_what_caches_hold_is_known_with_the_tokens(scene: Scene) -> None:
     scene.kill(name)
     scene.until(lambda: not scene.front.members[name].is_ready)
     assert all(not each.num_tokens for each in scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names))
+
+
+def test_an_instance_that_is_started_at_another_address(tmp_path: Path) -> None:
+    """As an actor that Ray has started again: the front goes there, and what the old one had begins anew."""
+    scene = Scene(tmp_path, 2)
+    scene.front.drain("i-1")
+    scene.front.add(request("r", PROMPT, 60))
+    scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
+    former = scene.servers.pop("i-0")  # it has not ended yet, and nobody has noticed
+    member = scene.front.members["i-0"]
+    (tmp_path / "elsewhere").mkdir()
+    scene.folder = tmp_path / "elsewhere"
+    scene.start("i-0")
+    scene.instances.add("i-0", scene.endpoint("i-0"))
+    scene.finish()
+    assert scene.tokens["r"] == expect(scene, PROMPT, 60)
+    assert scene.front.members["i-0"] is member
+    assert member.num_lost == 1
+    assert scene.router.placed == ["i-0", "i-0"]
+    former.close()
+    scene.close()
+
+
+def test_an_instance_whose_address_is_not_known_yet(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1)
+    scene.front.know(scene.instances.add("i-1", ""))
+    scene.front.add(request("r", PROMPT, 20))
+    scene.finish()
+    assert not scene.front.members["i-1"].is_ready
+    scene.start("i-1")
+    scene.instances.add("i-1", scene.endpoint("i-1"))
+    scene.until(lambda: scene.front.members["i-1"].is_ready)
+    assert scene.front.members["i-1"].num_lost == 0
+    scene.close()

@@ -1,8 +1,10 @@
 """`RemoteInstance`, the `EngineClient` of an instance in another process; `Instances` waits for all.
 
-    silent --connect--> greeting --Welcome--> connected --+
-      ^                                                    |  the connection ends, or the instance is silent
-      +--------------------- backoff <--------------------+
+    silent --address--> connecting --> greeting --Welcome--> connected --+
+      ^                                                                   |  the connection ends, or the
+      +---------------------------- backoff <----------------------------+  instance is silent
+
+A host's name is looked up before each try, as what it names may have another address by then.
 
 ZeroMQ would reconnect by itself, and then deliver to a new process what was meant for the one before. So each
 connection has a socket of its own, which is closed when it ends.
@@ -12,14 +14,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from sagellm.control_plane.fleet.host_names import AddressLookUp, HostNames, is_address, tcp_endpoint
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.messages import (
     MAX_MESSAGE_BYTES,
@@ -29,6 +33,7 @@ from sagellm.control_plane.fleet.messages import (
     AlivePing,
     CallAnswer,
     Changes,
+    Drain,
     FromFront,
     FrontCall,
     FrontHello,
@@ -48,12 +53,14 @@ from sagellm.control_plane.fleet.messages import (
     output_of,
     result_of,
 )
+from sagellm.control_plane.fleet.record import InstanceRecord
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.protocols.fleet import (
     CallResult,
     Connected,
+    DrainChanged,
     EngineClient,
     HandOver,
     InstanceEvent,
@@ -72,9 +79,15 @@ CONNECT_S = 1.0
 GREETING_S = 5.0
 """A process that accepts a connection says `Welcome` within this time, unless it computes."""
 PING_S = 0.5
+NUM_HOT = 10
+"""Hot prefixes that a look asks for."""
 HUNG_S = 300.0
 """An instance reports between its steps. Without a word for so long its engine hangs."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 0.25
+NAME_S, NAME_BACKOFF_S = 5.0, 2.0
+"""A host's name is looked up within this time; the longest pause after a name that is not known."""
+FRESH_S = 1.0
+"""Tries to connect use addresses so long before they look the name up again."""
 _ENDS: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there",
     zmq.EVENT_CONNECT_RETRIED: "nothing listens there",
@@ -89,7 +102,8 @@ _WATCHED = sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED
 class RemoteInstance:
     """Implements `EngineClient` over ZeroMQ. Made by `Instances.add`; for one thread.
 
-    Between two tries to connect it waits longer each time, up to `LONGEST_BACKOFF_S`.
+    Between two tries to connect it waits longer each time, up to `LONGEST_BACKOFF_S`. Raises `ConfigError`
+    for what is no endpoint.
     """
 
     def __init__(
@@ -100,18 +114,29 @@ class RemoteInstance:
         context: zmq.SyncContext,
         clock: Clock,
         *,
+        names: HostNames,
         lease_s: float,
         ping_s: float,
         silence_s: float,
         front_id: str,
     ) -> None:
         self._id, self.endpoint, self._key = instance_id, endpoint, key
+        _name_and_port(instance_id, endpoint)
+        self._names = names
+        self._lookup: AddressLookUp | None = None
+        self._found: AddressLookUp | None = None
+        """The look-up that goes on, and the last that found something."""
+        self._found_s, self._num_tries = 0.0, -1
         self._context, self._clock, self._lease_s = context, clock, lease_s
         self._ping_s, self._front_id, self._takes_over = ping_s, front_id, True
         self._silence_s, self._heard_s = silence_s, 0.0
         self._facts: InstanceFacts | None = None
+        self._is_drained = False
+        """As the instance said last."""
         self._events: list[InstanceEvent] = []
         self._calls: dict[int, str] = {}
+        self._look_id: int | None = None
+        self.record = InstanceRecord(clock)
         self._call_ids = itertools.count(1)
         self._socket: zmq.SyncSocket | None = None
         self._monitor: zmq.SyncSocket | None = None
@@ -132,22 +157,32 @@ class RemoteInstance:
 
     @property
     def sockets(self) -> tuple[zmq.SyncSocket, ...]:
-        """What to wait for."""
+        """What to wait for, once there is a connection."""
         return () if self._socket is None or self._monitor is None else (self._socket, self._monitor)
 
     @property
     def next_tick_s(self) -> float:
         """When `tick` has something to do."""
+        if self._lookup is not None:
+            return self._since_s + NAME_S
         if self._socket is None:
-            return self._retry_s
+            return self._retry_s if self.endpoint else math.inf
         return self._pinged_s + self._ping_s
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `poll` has something without a sign at a socket."""
+        return bool(self._events)
 
     def submit(
         self, request: Request, hand_over: HandOver | None = None, onward: HandOver | None = None
     ) -> None:
-        self._post(Submit(request, hand_over, onward))
+        if hand_over is not None:
+            self.record.moves(request.request_id, 1 if onward is None else 2)
+        self._post(Submit(request, hand_over, onward, max(0.0, self._clock.now() - request.arrival_s)))
 
     def abort(self, request_id: str) -> None:
+        self.record.drop(request_id)
         self._post(Abort(request_id))
 
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
@@ -161,6 +196,9 @@ class RemoteInstance:
             self._post(FrontCall(call_id, name, encode(tuple(arguments))))
         return call_id
 
+    def drain(self, *, draining: bool) -> None:
+        self._post(Drain(draining))
+
     def add_peer(self, facts: InstanceFacts) -> None:
         self._post(AddPeer(facts))
 
@@ -171,14 +209,24 @@ class RemoteInstance:
         self._read()
         self._look()
         events, self._events = self._events, []
+        for event in events:
+            self.record.take(event)
         return events
+
+    def look(self) -> bool:
+        """Ask for its hot prefixes; one question at a time."""
+        if self._facts is not None and self._look_id is None:
+            self._look_id = self.call("hot_prefixes", (NUM_HOT,))
+        return self._look_id is not None
 
     def tick(self) -> None:
         """Do what is due: connect again, ping, or give up a connection."""
         now_s = self._clock.now()
-        if self._socket is None:
-            if now_s >= self._retry_s:
-                self._connect()
+        if self._lookup is not None:
+            self._look_up(self._lookup, now_s)
+        elif self._socket is None:
+            if self.endpoint and now_s >= self._retry_s:
+                self._begin(now_s)
         elif now_s >= self._pinged_s + self._ping_s:
             self._pinged_s = now_s
             if self._facts is not None and now_s > self._heard_s + self._silence_s:
@@ -190,30 +238,57 @@ class RemoteInstance:
             elif now_s > self._since_s + (GREETING_S if self._has_handshake else CONNECT_S):
                 self._end("it has not answered" if self._has_handshake else "no connection in time")
 
+    def move(self, endpoint: str) -> None:
+        """It was started anew, and is there now."""
+        self.endpoint, self._lookup = endpoint, None
+        if self._socket is not None:
+            self._end("it was started again at another address")
+        self._retry_s, self._backoff_s = self._clock.now(), FIRST_BACKOFF_S
+
     def close(self) -> None:
         self._drop_socket()
-        self._facts = None
+        self._facts = self._lookup = None
 
-    def _connect(self) -> None:
+    def _begin(self, now_s: float) -> None:
+        """Try to connect, at another address of the host than the last time."""
+        name, port = _name_and_port(self._id, self.endpoint)
+        found = self._found
+        if not name:
+            self._connect(self.endpoint)
+        elif found is not None and found.host == name and now_s < self._found_s + FRESH_S:
+            self._num_tries += 1
+            address = found.addresses[self._num_tries % len(found.addresses)]
+            self._connect(tcp_endpoint(address, port))
+        else:
+            self._since_s, self._lookup = now_s, self._names.look_up(name)
+
+    def _look_up(self, lookup: AddressLookUp, now_s: float) -> None:
+        """Connect once the host's addresses are there."""
+        if lookup.is_done and lookup.addresses:
+            self._lookup, self._found, self._found_s = None, lookup, now_s
+            self._begin(now_s)
+        elif lookup.is_done:
+            self._end(lookup.fault, NAME_BACKOFF_S)
+        elif now_s >= self._since_s + NAME_S:
+            late = f"no name server has said within {NAME_S:g} s what {lookup.host} is"
+            self._end(late, NAME_BACKOFF_S)
+
+    def _connect(self, endpoint: str) -> None:
         socket = self._context.socket(zmq.DEALER)
         self._key.secure_client(socket)
         for option, value in (
             (zmq.LINGER, 0), (zmq.RCVHWM, 0), (zmq.SNDHWM, 0), (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
-            (zmq.RECONNECT_IVL, -1), (zmq.IPV6, int("[" in self.endpoint)),
+            (zmq.RECONNECT_IVL, -1), (zmq.IPV6, int("[" in endpoint)),
         ):  # fmt: skip
             socket.setsockopt(option, value)
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._socket, self._has_handshake = socket, False
         self._since_s = self._pinged_s = self._clock.now()
         try:
-            socket.connect(self.endpoint)
+            socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._drop_socket()
-            raise ConfigError(
-                f"{self._id}: {self.endpoint!r} is no endpoint ({error.strerror}): 'tcp://host:port' or "
-                "'ipc://path'"
-            ) from error
+            self._end(f"no connection can be made to {endpoint}: {error.strerror}")
 
     def _post(self, message: FromFront) -> None:
         if self._facts is not None:
@@ -251,8 +326,11 @@ class RemoteInstance:
         match message:
             case Outputs(outputs):
                 return [output_of(output) for output in outputs]
-            case Load(instance):
-                return [instance]
+            case Load(instance, draining):
+                if draining is self._is_drained:
+                    return [instance]
+                self._is_drained = draining
+                return [DrainChanged(draining), instance]
             case HandedOver(reports):
                 return reports
             case Changes(changes, is_complete):
@@ -261,6 +339,10 @@ class RemoteInstance:
                 return [RequestRefused(request_id, error_of(error))]
             case CallAnswer(call_id, result, fault):
                 name = self._calls.pop(call_id, None)
+                if call_id == self._look_id:
+                    self._look_id = None
+                    self.record.seen([] if fault is not None else result_of("hot_prefixes", result))
+                    return []
                 if name is not None and fault is not None:
                     return [CallResult(call_id, error=error_of(fault))]
                 if name is not None:
@@ -278,6 +360,7 @@ class RemoteInstance:
             self._end(f"{facts.instance_id!r} answers at {self.endpoint}: the fleet file is wrong")
             return
         self._facts, self.fault, self._backoff_s = facts, "", FIRST_BACKOFF_S
+        self._is_drained = facts.draining
         self._takes_over = False  # another front that comes later stays
         log.info("%s is connected", self._id)
         self._events.append(Connected(facts))
@@ -293,18 +376,20 @@ class RemoteInstance:
                 unknown = event == zmq.EVENT_DISCONNECTED and not self._has_handshake
                 self._end(_ENDS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL] if unknown else _ENDS[event])
 
-    def _end(self, reason: str) -> None:
-        """The connection is over; the next one begins after a pause."""
+    def _end(self, reason: str, longest_s: float = LONGEST_BACKOFF_S) -> None:
+        """The connection, or the try, is over; the next one begins after a pause."""
         self._drop_socket()
+        self._lookup = None
         if reason != self.fault:
             level = logging.DEBUG if reason == _ENDS[zmq.EVENT_CLOSED] else logging.WARNING
             log.log(level, "%s at %s is not connected: %s", self._id, self.endpoint, reason)
         self.fault = reason
         self._retry_s = self._clock.now() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
+        self._backoff_s = min(2 * self._backoff_s, longest_s)
         for call_id in self._calls:
             self._events.append(CallResult(call_id, error=SageError(f"{self._id}: {reason}")))
         self._calls.clear()
+        self._look_id = None
         if self._facts is not None:
             self._facts = None
             self._events.append(InstanceLost(reason))
@@ -318,6 +403,17 @@ class RemoteInstance:
         self._socket = self._monitor = None
 
 
+def _name_and_port(instance_id: str, endpoint: str) -> tuple[str, int]:
+    """The host's name, empty where none is to be looked up. Raises `ConfigError` for no endpoint."""
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "ipc" and rest:
+        return "", 0
+    if scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
+        return "" if is_address(host) else host, int(port)
+    raise ConfigError(f"{instance_id}: {endpoint!r} is no endpoint: 'tcp://host:port' or 'ipc://path'")
+
+
 class WakingClient(EngineClient, Protocol):
     """A client without sockets. It calls `Instances.wake` when it has something to `poll`."""
 
@@ -326,7 +422,10 @@ class WakingClient(EngineClient, Protocol):
 
 
 class Instances:
-    """The instances that a front knows, by id. `wake` is for any thread, the rest for one."""
+    """The instances that a front knows, by id. `wake` is for any thread, the rest for one.
+
+    `resolve`: gives the addresses of a host's name; it may take its time. None: the system's.
+    """
 
     def __init__(
         self,
@@ -336,23 +435,29 @@ class Instances:
         lease_s: float = 10.0,
         ping_s: float = PING_S,
         silence_s: float = HUNG_S,
+        resolve: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self._key, self._clock, self._lease_s = key, clock, lease_s
         self._ping_s, self._silence_s = ping_s, silence_s
         self._front_id = secrets.token_hex(8)
         self._context = zmq.Context()
         self._bell = Doorbell()
+        self._names = HostNames(self._bell.ring, resolve)
         self._known: dict[str, RemoteInstance] = {}
         self._others: dict[str, WakingClient] = {}
 
     def add(self, instance_id: str, endpoint: str) -> RemoteInstance:
-        """Know one more. If it is known at another endpoint, that one is given up."""
-        former = self._known.get(instance_id)
-        if former is not None:
-            former.close()
+        """Know one more. One that is known goes to its new endpoint.
+
+        An empty endpoint is not known yet: nothing is connected until another is given.
+        """
+        if (known := self._known.get(instance_id)) is not None:
+            known.move(endpoint)
+            return known
         made = RemoteInstance(
             instance_id, endpoint, self._key, self._context, self._clock,
-            lease_s=self._lease_s, ping_s=self._ping_s, silence_s=self._silence_s, front_id=self._front_id,
+            names=self._names, lease_s=self._lease_s, ping_s=self._ping_s, silence_s=self._silence_s,
+            front_id=self._front_id,
         )  # fmt: skip
         self._known[instance_id] = made
         return made
@@ -373,8 +478,7 @@ class Instances:
     def wait(self, timeout_s: float) -> list[EngineClient]:
         """Those with something to `poll`, after at most this time. Also does what is due."""
         poller, by_socket = zmq.Poller(), {}
-        if any(client.has_events for client in self._others.values()):
-            timeout_s = 0.0
+        clients: Mapping[str, WakingClient] = {**self._known, **self._others}
         now_s = self._clock.now()
         for instance in self._known.values():
             instance.tick()
@@ -382,6 +486,8 @@ class Instances:
             for socket in instance.sockets:
                 poller.register(socket, zmq.POLLIN)
                 by_socket[socket] = instance
+        if any(client.has_events for client in clients.values()):
+            timeout_s = 0.0
         bell = self._bell.fileno()
         poller.register(bell, zmq.POLLIN)
         ready = poller.poll(round(timeout_s * 1000))
@@ -391,7 +497,7 @@ class Instances:
             by_socket[each].instance_id: by_socket[each] for each, _ in ready if each in by_socket
         }
         # After the bell is silent: what comes later rings it again.
-        found |= {name: client for name, client in self._others.items() if client.has_events}
+        found |= {name: client for name, client in clients.items() if client.has_events}
         return list(found.values())
 
     def wake(self) -> None:

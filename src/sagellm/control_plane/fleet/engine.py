@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
-from sagellm.control_plane.fleet.questions import Member, Questions
+from sagellm.control_plane.fleet.known_instances import KnownInstances
+from sagellm.control_plane.fleet.members import Member, mismatch
 from sagellm.control_plane.fleet.served import FleetPolicy, FleetRequest, ServedRequests, possible
-from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
 from sagellm.control_plane.router.prefix_index import PrefixIndex
@@ -28,12 +28,11 @@ from sagellm.core.errors import (
     EngineFailedError,
     RequestError,
 )
-from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
-from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.protocols.fleet import (
     CallResult,
     Connected,
+    DrainChanged,
     EngineClient,
     EngineClients,
     FailurePolicy,
@@ -55,7 +54,6 @@ from sagellm.core.protocols.router import (
     RequestMetadata,
     Router,
 )
-from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.seeds import request_seed
 from sagellm.core.types import (
     CapabilityDescriptor,
@@ -63,21 +61,18 @@ from sagellm.core.types import (
     Namespace,
     Request,
     RequestOutput,
-    Tokens,
 )
 
 log = logging.getLogger("sagellm.fleet")
 OVERLOADED, UNAVAILABLE = 429, 503  # HTTP's statuses
 TICK_S = 0.1
 """A step waits at most so long."""
-STATS_S = 1.0
-"""Each instance is asked for its statistics so often."""
 MAX_WAITING = 1 << 20
 """The admission bounds what is taken; requests of lost instances always find a place."""
 
 
-class FleetEngine:
-    """Implements `EngineCore` over instances.
+class FleetEngine(KnownInstances):
+    """Implements `EngineCore` over instances. What it knows of them and asks them is of `KnownInstances`.
 
     `check` raises `RequestError` for a request that no instance can compute; it is given the capability and
     the longest context. `namespace_of`: under which namespace instances keep a request's blocks.
@@ -98,22 +93,18 @@ class FleetEngine:
         policy: FleetPolicy | None = None,
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
     ) -> None:
-        self._clients, self._router, self._prefixes = clients, router, prefixes
-        self._check, self._clock, self.policy = check, clock, policy or FleetPolicy()
-        self._namespace_of = namespace_of
+        super().__init__(prefixes, namespace_of, clock, turn=self._turn, call_soon=self.call_soon)
+        self._clients, self._router = clients, router
+        self._check, self.policy = check, policy or FleetPolicy()
         self._admission = admission or AdmissionController(clock=clock)
         self.prefill_queue = PhaseQueue(QueuePhase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.decode_queue = PhaseQueue(QueuePhase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
-        self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
         self._outputs: list[RequestOutput] = []
-        self._questions = Questions(self._turn, clock)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._next_tick_s = self._next_stats_s = self._available_s = clock.now()
+        self._next_tick_s = self._available_s = clock.now()
         self._num_steps = 0
         self._closed, self._origin = False, secrets.token_hex(4)
-        self._capability: CapabilityDescriptor | None = None
-        self._max_model_len = 0
         self.num_retries = 0
         self.num_prompt_tokens = self.num_with_slo = self.num_slo_met = 0
         """Of requests that came; of those that ended with a goal, and that met it."""
@@ -151,6 +142,7 @@ class FleetEngine:
         return True
 
     def step(self) -> Sequence[RequestOutput]:
+        self._questions.thread_id = threading.get_ident()
         self._turn(0.0 if self._outputs else TICK_S)
         outputs, self._outputs = self._outputs, []
         self._num_steps += bool(outputs)
@@ -165,7 +157,8 @@ class FleetEngine:
         self.wake()
 
     def has_work(self) -> bool:
-        return bool(len(self.requests) or self._outputs) or self._clock.now() >= self._next_tick_s
+        is_asked = self._questions.is_open or not self._tasks.empty()
+        return bool(len(self.requests) or self._outputs or is_asked) or self._clock.now() >= self._next_tick_s
 
     def idle_s(self) -> float | None:
         return max(0.0, self._next_tick_s - self._clock.now())
@@ -179,17 +172,23 @@ class FleetEngine:
             self._closed = True
             for served in self.requests.all():
                 self._end(served)
+            while not self._tasks.empty():
+                self._tasks.get()()
+            self._questions.close()
             self._clients.close()
 
     # -- the fleet
 
     def know(self, client: EngineClient) -> None:
-        """Place requests on this instance too, once it is connected."""
+        """Place requests on this instance too, once it is connected. One of its name is forgotten."""
+        if client.instance_id in self.members:
+            self.forget(client.instance_id)
         self.members[client.instance_id] = Member(client)
 
     def forget(self, instance_id: str) -> None:
         """It does not belong to the fleet any more. What it computes goes on elsewhere."""
         self.move_away(instance_id)
+        self._questions.forget(instance_id)
         self._lost(self.members.pop(instance_id), instance_id, "it was taken out of the fleet")
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:
@@ -197,48 +196,25 @@ class FleetEngine:
         if instance_id not in self.members:
             known = ", ".join(sorted(self.members)) or "none"
             raise ConfigError(f"no instance is named {instance_id!r}: there are {known}")
-        self.members[instance_id].draining = draining
+        member = self.members[instance_id]
+        member.draining = draining
+        member.client.drain(draining=draining)
 
     def move_away(self, instance_id: str) -> None:
         """Have what it computes go on elsewhere."""
         for served in self.requests.on(instance_id):
             self._retry(served, f"{instance_id} is drained", counts=False)
 
-    def wait_until_ready(self, timeout_s: float, *, all_of_them: bool = True) -> None:
-        """Wait until the instances are connected and have reported, or until one has.
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until all instances are connected and have reported.
 
         Raises `EngineFailedError` where they have not within this time.
         """
         until_s = self._clock.now() + timeout_s
-        while waiting := [name for name, each in self.members.items() if not each.is_ready or not each.load]:
-            if not all_of_them and self.is_available:
-                return
+        while missing := self.missing:
             if self._clock.now() >= until_s:
-                raise EngineFailedError(f"not there within {timeout_s:g} s: {', '.join(waiting)}")
+                raise EngineFailedError(f"not there within {timeout_s:g} s: {', '.join(missing)}")
             self._turn(TICK_S)
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest context that every instance has, or had when there was one."""
-        known = [member.facts.max_model_len for member in self._ready() if member.facts]
-        self._max_model_len = min(known, default=self._max_model_len)
-        return self._max_model_len
-
-    def capability(self) -> CapabilityDescriptor:
-        """Of all instances together. Raises `EngineFailedError` while none is connected."""
-        known = [member.facts.capability for member in self._ready() if member.facts]
-        if not known:
-            if self._capability is None:
-                raise EngineFailedError("no instance of this fleet is connected")
-            return self._capability
-        first = next((each for each in known if each.dtype), known[0])
-        self._capability = replace(
-            first,
-            max_num_seqs=sum(each.max_num_seqs for each in known),
-            num_blocks=sum(each.num_blocks * each.block_size for each in known) // first.block_size,
-            features=frozenset.intersection(*(each.features for each in known)),
-        )
-        return self._capability
 
     # -- one turn
 
@@ -254,9 +230,8 @@ class FleetEngine:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._end_impatient(now_s)
-        if now_s >= self._next_stats_s:
-            self._next_stats_s = now_s + STATS_S
-            self._questions.ask_for_stats(self._ready())
+            self._questions.expire()
+        self._ask_for_figures(now_s)
         if self.requests.waiting:
             self._place_waiting()
 
@@ -279,6 +254,8 @@ class FleetEngine:
                 self._on_connected(member, facts)
             case InstanceLost(reason):
                 self._lost(member, instance_id, reason)
+            case DrainChanged(draining):
+                member.draining = draining
             case CallResult():
                 self._questions.take(instance_id, event)
 
@@ -352,10 +329,16 @@ class FleetEngine:
             decode.client.call("fail", (served.attempt_id, 0, report.reason))
 
     def _on_connected(self, member: Member, facts: InstanceFacts) -> None:
-        member.facts, member.fault = facts, self._mismatch(facts)
+        others = [other.facts for other in self._ready() if other.facts is not None]
+        member.facts, member.fault = facts, mismatch(facts, others)
+        if member.draining is None:  # a front before may have drained it
+            member.draining = facts.draining
+        elif member.draining is not facts.draining:
+            member.client.drain(draining=member.draining)
         if member.fault:
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
+        self._counters.begin(facts.instance_id, facts.start_id)
         self._prefixes.leave(facts.instance_id)
         self._prefixes.join(facts.instance_id)
         for other in self._ready():
@@ -363,26 +346,8 @@ class FleetEngine:
                 other.client.add_peer(facts)
                 member.client.add_peer(other.facts)
 
-    def _mismatch(self, facts: InstanceFacts) -> str:
-        """Why requests cannot move between this instance and the others; empty if they can."""
-        for other in self._ready():
-            if other.facts is None or other.facts.instance_id == facts.instance_id:
-                continue
-            ours, theirs = other.facts.capability, facts.capability
-            for name in ("vocab_size", "dtype"):
-                told = getattr(ours, name), getattr(theirs, name)
-                if all(told) and told[0] != told[1]:
-                    return (
-                        f"its {name} is {getattr(theirs, name)}, that of {other.facts.instance_id} "
-                        f"{getattr(ours, name)}: a fleet serves one model"
-                    )
-            schemas = ours.kv_schema, theirs.kv_schema
-            if all(schemas) and len({each.model_fingerprint for each in schemas if each}) > 1:
-                return f"its model is another one than that of {other.facts.instance_id}"
-        return ""
-
     def _lost(self, member: Member, instance_id: str, reason: str) -> None:
-        member.facts, member.load, member.stats = None, None, None
+        member.facts = member.load = member.stats = member.diagnostics = None
         member.num_lost += 1
         self._prefixes.leave(instance_id)
         for other in self._ready():
@@ -441,9 +406,6 @@ class FleetEngine:
 
     # -- placement
 
-    def _ready(self) -> list[Member]:
-        return [member for member in self.members.values() if member.is_ready]
-
     def _wait(self, served: FleetRequest) -> None:
         """Queue a request. One whose answer is read already does not wait behind prompts."""
         now_s = self._clock.now()
@@ -454,11 +416,6 @@ class FleetEngine:
         rates = [member.load.prefill_token_s for member in self._ready() if member.load is not None]
         compute_s = len(request.tokens) * min(rates, default=0.0)
         return self._admission.strategy.order(request, arrived_s, compute_s)
-
-    @property
-    def is_available(self) -> bool:
-        """Whether an instance takes requests. For any thread."""
-        return any(each.is_ready and each.load and not each.draining for each in list(self.members.values()))
 
     def _place_waiting(self) -> None:
         """Place what waits, as far as instances have room."""
@@ -522,74 +479,12 @@ class FleetEngine:
         on_failure = FailurePolicy.RECOMPUTE if fetches else self.policy.on_failure
         return HandOver(part, peer, self.policy.hand_over_lease_s, on_failure)
 
-    # -- questions
-
     def stats(self) -> EngineStats:
         """Of all instances, as they last reported; what waits here is counted as waiting."""
-        known = [member.stats for member in self._ready() if member.stats is not None]
+        present = {name for name, member in self.members.items() if member.stats is not None}
         num_queued = len(self.requests.waiting)
-        return summed_stats(
-            known, len(self.requests) - num_queued, num_queued, self._num_steps, self._faults()
-        )
-
-    def tier_faults(self) -> Sequence[str]:
-        return self._faults()
-
-    def _faults(self) -> tuple[str, ...]:
-        return tuple(
-            f"{name}: {fault}"
-            for name, member in list(self.members.items())
-            for fault in (member.stats.tier_faults if member.stats is not None else ())
-        )
-
-    def diagnostics(self) -> EngineDiagnostics:
-        return summed_diagnostics(self._questions.ask_each(self._ready(), "diagnostics"))
-
-    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
-        member = self._with_most_cached(tokens, namespace)
-        facts, pinned = member.facts, self._questions.ask(member, "pin", (tokens, namespace))
-
-        def release() -> None:
-            if member.facts is facts:  # else the session is over, and the pin with it
-                member.client.call("unpin", (pinned.pin_id,))
-
-        return PinnedPrefix(pinned.num_tokens, pinned.num_blocks, release)
-
-    def clear_cache(self, *, tiers: bool = False) -> int:
-        return sum(self._questions.ask_each(self._ready(), "clear_cache", (tiers,)))
-
-    def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
-        return summed_outcomes(self._questions.ask_each(self._ready(), "hint", (envelope, namespace)))
-
-    def explain(
-        self, tokens: Tokens, namespace: Namespace, session_id: str | None = None
-    ) -> PromptExplanation:
-        member = self._with_most_cached(tokens, namespace)
-        explained: PromptExplanation = self._questions.ask(member, "explain", (tokens, namespace, session_id))
-        return explained
-
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        raise RequestError("instances of a fleet are processes: give the name to replace_policy")
-
-    def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
-        raise RequestError("instances of a fleet are processes: give the name to replace_strategy")
-
-    def replace_policy(self, name: str, options: dict[str, Any]) -> None:
-        """Have every instance evict by this policy from now on."""
-        self._questions.ask_each(self._ready(), "set_policy", (name, options))
-
-    def replace_strategy(self, name: str, options: dict[str, dict[str, Any]]) -> None:
-        """Have every instance schedule by this strategy from now on."""
-        self._questions.ask_each(self._ready(), "set_strategy", (name, options))
-
-    def _with_most_cached(self, tokens: Tokens, namespace: Namespace) -> Member:
-        ready = [member for member in self._ready() if member.facts is not None]
-        if not ready:
-            raise CapacityError("no instance of this fleet is connected")
-        names = [member.facts.instance_id for member in ready if member.facts is not None]
-        cached = self._prefixes.lookup(tokens, self._namespace_of(namespace), names)
-        most = max(range(len(ready)), key=lambda number: cached[number].num_tokens)
-        return ready[most]
+        num_running = len(self.requests) - num_queued
+        return self._counters.stats(present, num_running, num_queued, self._num_steps, self.tier_faults())
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests and their places disagree."""

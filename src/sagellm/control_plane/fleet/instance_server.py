@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import zmq
@@ -27,6 +27,7 @@ from sagellm.control_plane.fleet.messages import (
     AddPeer,
     AlivePing,
     CallAnswer,
+    Drain,
     FromFront,
     FromInstance,
     FrontCall,
@@ -48,6 +49,7 @@ from sagellm.control_plane.fleet.messages import (
     from_front,
     wire_error,
 )
+from sagellm.control_plane.kv_events import KVEventPublisher
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, ConfigError, RequestError, SageError
@@ -124,8 +126,9 @@ class InstanceServer:
 
     `endpoint`: `tcp://host:port`, port 0 for a free one, or `ipc://path`.
 
-    `actions`: calls that need more than the engine (`set_policy`, ...), by name. Raises `ConfigError` for an
-    endpoint that cannot be bound.
+    `actions`: calls that need more than the engine (`set_policy`, ...), by name. `publisher`: of the engine's
+    KV events for others. `version`: of this software. Raises `ConfigError` for an endpoint that cannot be
+    bound.
     """
 
     def __init__(
@@ -142,19 +145,24 @@ class InstanceServer:
         transfers: bytes = b"",
         actions: Mapping[str, Callable[..., Any]] | None = None,
         report_s: float = REPORT_S,
+        publisher: KVEventPublisher | None = None,
+        version: str = "",
         clock: Clock | None = None,
     ) -> None:
         self.instance_id, self.engine, self.kind = instance_id, engine, kind
-        self.hand_overs, self._actions = hand_overs, dict(actions or {})
+        self.hand_overs, self.publisher, self._actions = hand_overs, publisher, dict(actions or {})
         self._clock = clock or MonotonicClock()
         self._sessions: dict[bytes, _Session] = {}
         self._owner: dict[str, _Session] = {}
         self._pin_ids = itertools.count(1)
         self._stopping, self._report_s = False, report_s
-        capability = engine.capability()
+        capability, self._began_s = engine.capability(), self._clock.now()
         self._facts = InstanceFacts(
-            instance_id, secrets.token_hex(8), kind, capability, max_model_len, os.getpid(), transfers
-        )
+            instance_id, secrets.token_hex(8), kind, capability, max_model_len, os.getpid(), transfers,
+            version=version,
+            kv_events="" if publisher is None else publisher.endpoint,
+            kv_replay="" if publisher is None else publisher.replay_endpoint or "",
+        )  # fmt: skip
         bus = events or EventBus()
         self._load = LoadMeter(capability, bus, self._clock)
         self._reported: tuple[float, object] = (-1.0, None)
@@ -276,19 +284,23 @@ class InstanceServer:
                 self._end(session, "another front takes over")
         self._sessions[identity] = _Session(identity, hello.front_id, hello.lease_s, self._clock.now())
         self._reported = (-1.0, None)
-        self._post(identity, Welcome(PROTOCOL, encode(self._facts)))
+        facts = replace(self._facts, uptime_s=self._clock.now() - self._began_s)
+        self._post(identity, Welcome(PROTOCOL, encode(facts)))
         stats = self.engine.stats()
         if stats.blocks_active or stats.blocks_cached:
             self._post(identity, changes_of((), is_complete=False))
 
     def _carry_out(self, session: _Session, message: FromFront) -> None:
         match message:
-            case Submit(request, hand_over, onward):
-                self._submit(session, request, hand_over, onward)
+            case Submit(request, hand_over, onward, age_s):
+                arrived = replace(request, arrival_s=self._clock.now() - age_s)
+                self._submit(session, arrived, hand_over, onward)
             case Abort(request_id):
                 self._abort(session, request_id)
             case FrontCall():
                 self._post(session.identity, self._answer(session, message))
+            case Drain(draining):
+                self._facts = replace(self._facts, draining=draining)
             case AddPeer(facts):
                 if self.hand_overs is not None and facts.transfers:
                     self.hand_overs.add_peer(facts.transfers)
@@ -403,10 +415,13 @@ class InstanceServer:
         if not self._sessions or now_s < reported_s + self._report_s:
             return
         stats = self.engine.stats()
-        shape = (stats.num_running, stats.num_waiting, stats.blocks_free, stats.blocks_cached, self.kind)
+        draining = self._facts.draining
+        shape = (
+            stats.num_running, stats.num_waiting, stats.blocks_free, stats.blocks_cached, self.kind, draining
+        )  # fmt: skip
         if shape != former or now_s >= reported_s + 10 * self._report_s:
             self._reported = now_s, shape
-            self._post_all(Load(self._load.report(self.instance_id, self.kind, stats)))
+            self._post_all(Load(self._load.report(self.instance_id, self.kind, stats), draining))
 
     def _post_all(self, message: FromInstance) -> None:
         data = encode(message)

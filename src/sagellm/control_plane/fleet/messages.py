@@ -18,7 +18,7 @@ from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PromptExplanation
 from sagellm.core.protocols.fleet import HandOver, HandOverReport, InstanceFacts
-from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
+from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan, ReusedPrefix
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
 from sagellm.core.types import (
     FinishReason,
@@ -29,7 +29,7 @@ from sagellm.core.types import (
     Tokens,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 256 << 20
 
 
@@ -58,11 +58,16 @@ class FrontHello(_Message, frozen=True, tag="hello"):
 
 
 class Submit(_Message, frozen=True):
-    """Start a request. `onward`: where it goes after its prefill, if `hand_over` fetches a prefix."""
+    """Start a request. `onward`: where it goes after its prefill, if `hand_over` fetches a prefix.
+
+    `age_s`: the time since it arrived at the front. The clocks of two hosts have different beginnings, so the
+    request's own `arrival_s` says nothing here.
+    """
 
     request: Request
     hand_over: HandOver | None = None
     onward: HandOver | None = None
+    age_s: float = 0.0
 
 
 class Abort(_Message, frozen=True):
@@ -81,6 +86,12 @@ class FrontCall(_Message, frozen=True):
     arguments: bytes
 
 
+class Drain(_Message, frozen=True):
+    """The instance is drained from now on, or not any more. It does nothing but say so to each front."""
+
+    draining: bool
+
+
 class AddPeer(_Message, frozen=True):
     facts: InstanceFacts
 
@@ -89,7 +100,7 @@ class LosePeer(_Message, frozen=True):
     instance_id: str
 
 
-FromFront = FrontHello | Submit | Abort | AlivePing | FrontCall | AddPeer | LosePeer
+FromFront = FrontHello | Submit | Abort | AlivePing | FrontCall | Drain | AddPeer | LosePeer
 
 
 # --------------------------------------------------------------------------------- from an instance
@@ -150,6 +161,7 @@ class RefusedSubmit(_Message, frozen=True):
 
 class Load(_Message, frozen=True):
     instance: ExecutionInstance
+    draining: bool = False
 
 
 class HandedOver(_Message, frozen=True):
@@ -199,6 +211,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "diagnostics": (tuple[()], EngineDiagnostics),
     "pin": (tuple[Tokens, Namespace], Pinned),
     "unpin": (tuple[int], None),
+    "hot_prefixes": (tuple[int], list[ReusedPrefix]),
     "clear_cache": (tuple[bool], int),
     "hint": (tuple[KVHintsEnvelope, Namespace], list[HintOutcome]),
     "explain": (tuple[Tokens, Namespace, str | None], PromptExplanation),

@@ -39,6 +39,7 @@ from sagellm.control_plane.fleet.plain_kind import (
 from sagellm.control_plane.fleet.plain_meter import PlainMeter
 from sagellm.control_plane.fleet.plain_sglang import SglangKind
 from sagellm.control_plane.fleet.plain_vllm import VllmKind
+from sagellm.control_plane.fleet.record import InstanceRecord
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError, SageError
 from sagellm.core.fleet_config import PlainServerConfig
@@ -147,6 +148,7 @@ class PlainServer:
         self._link: _Link | None = None  # of the loop's thread
         self._facts: InstanceFacts | None = None  # of the caller's, as are the following
         self._load: ExecutionInstance | None = None
+        self.record = InstanceRecord(clock)
         self.fault = "it has not been reached yet"
         """Why it is not connected; empty while it is."""
         self._running: Future[None] = asyncio.run_coroutine_threadsafe(self._run(), loop)
@@ -179,6 +181,7 @@ class PlainServer:
         self._loop.call_soon_threadsafe(self._begin, request)
 
     def abort(self, request_id: str) -> None:
+        self.record.drop(request_id)
         self._loop.call_soon_threadsafe(self._drop, request_id)
 
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
@@ -191,6 +194,9 @@ class PlainServer:
         else:
             self._events.append(self._answer_to(call_id, name, arguments))
         return call_id
+
+    def drain(self, *, draining: bool) -> None:
+        """The front alone knows."""
 
     def add_peer(self, facts: InstanceFacts) -> None:
         """No KV goes there."""
@@ -208,8 +214,13 @@ class PlainServer:
                 self._facts = self._load = None
             elif isinstance(event, ExecutionInstance):
                 self._load = event
+            self.record.take(event)
             found.append(event)
         return found
+
+    def look(self) -> bool:
+        """It has no diagnostics that we know."""
+        return False
 
     def close(self) -> None:
         """End its requests and the connection. Returns before they have ended."""
@@ -315,6 +326,8 @@ class PlainServer:
             self._capability(kind),
             kind.max_model_len,
             draws_by_position=kind.draws_by_position,
+            kv_events=self._config.events or "",
+            kv_replay=self._config.replay or "",
         )
         return _Link(kind, facts, PlainMeter(facts, self._clock), self._clock.now(), self._kv_events())
 

@@ -56,15 +56,19 @@ def _summed_reuse(reuse: Sequence[PrefixReuseSnapshot]) -> PrefixReuseSnapshot:
     return PrefixReuseSnapshot(**sums, match_buckets=buckets)
 
 
-def summed_diagnostics(known: Sequence[EngineDiagnostics]) -> EngineDiagnostics:
-    """Counts are added, fragmentation is the mean, tiers are added by name."""
-    if not known:
-        return EngineDiagnostics()
+def summed_diagnostics(
+    present: Sequence[EngineDiagnostics], gone: Sequence[EngineDiagnostics] = ()
+) -> EngineDiagnostics:
+    """Counts are added, tiers by name.
+
+    Fragmentation is the mean of instances that are `present`; of others only counters are known.
+    """
+    known, num_present = [*present, *gone], max(1, len(present))
     spent = [each.communication_s for each in known if each.communication_s is not None]
     return EngineDiagnostics(
         evicted_blocks=_added([each.evicted_blocks for each in known]),
-        internal_fragmentation=sum(each.internal_fragmentation for each in known) / len(known),
-        external_fragmentation=sum(each.external_fragmentation for each in known) / len(known),
+        internal_fragmentation=sum(each.internal_fragmentation for each in present) / num_present,
+        external_fragmentation=sum(each.external_fragmentation for each in present) / num_present,
         num_pinned_prefixes=sum(each.num_pinned_prefixes for each in known),
         num_pinned_blocks=sum(each.num_pinned_blocks for each in known),
         pass_time_s=_added([each.pass_time_s for each in known]),

@@ -24,6 +24,7 @@ from sagellm.control_plane.kv_events.codec import (
 )
 from sagellm.control_plane.kv_events.sequence import END_OF_REPLAY, SEQ_BYTES, ReplayBuffer
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import EventsConfig
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared, StepDone
 
@@ -117,6 +118,23 @@ class KVEventPublisher:
         ]
         self._thread = threading.Thread(target=self._run, name="sagellm-kv-events", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of(cls, bus: EventBus, events: EventsConfig, block_size: int, *, rank: int = 0) -> Self:
+        """The publisher of a configuration whose `endpoint` is set. `rank`: of several that one router reads.
+
+        Raises `ConfigError` for an endpoint that cannot be bound."""
+        assert events.endpoint is not None
+        return cls(
+            bus,
+            events.endpoint,
+            events.replay_endpoint,
+            events.topic,
+            block_size=block_size,
+            buffer_steps=events.buffer_steps,
+            hash_form=events.hash_form,
+            data_parallel_rank=rank,
+        )
 
     def _open(self, kind: int, endpoint: str, hwm: int, *, connect: bool = False) -> zmq.SyncSocket:
         socket = self._context.socket(kind)

@@ -104,6 +104,9 @@ class InstanceFacts:
     others need to send KV to it (`KVTransferChannel.metadata`); empty: it takes none, and sends none.
     `capability.dtype` is empty where it is not known. `draws_by_position`: a sampled token depends on the
     request's seed and its position alone, so an answer may go on there as it would have gone on elsewhere.
+    `version`: of its software. `uptime_s`: since it began to serve. `kv_events`, `kv_replay`: where it
+    publishes KV events for others; empty: nowhere. `draining`: a front has drained it, and none has ended
+    that.
     """
 
     instance_id: str
@@ -114,6 +117,11 @@ class InstanceFacts:
     pid: int = 0
     transfers: bytes = b""
     draws_by_position: bool = True
+    version: str = ""
+    uptime_s: float = 0.0
+    kv_events: str = ""
+    kv_replay: str = ""
+    draining: bool = False
 
 
 class Connected(NamedTuple):
@@ -143,6 +151,12 @@ class KVChanges(NamedTuple):
     is_complete: bool = True
 
 
+class DrainChanged(NamedTuple):
+    """A front, this or another one, has drained the instance or ended that."""
+
+    draining: bool
+
+
 class CallResult(NamedTuple):
     """The result of a call, or its error."""
 
@@ -159,6 +173,7 @@ InstanceEvent = (
     | Connected
     | InstanceLost
     | RequestRefused
+    | DrainChanged
     | CallResult
 )
 
@@ -181,7 +196,8 @@ class EngineClient(Protocol):
     ) -> None:
         """Start a request. Does nothing while not connected: a `InstanceLost` has said so.
 
-        `onward`: where it goes after its prefill, if `hand_over` fetches a prefix for that.
+        `onward`: where it goes after its prefill, if `hand_over` fetches a prefix for that. `arrival_s` of
+        the request is a time of this side's clock; the instance counts from the age of the request.
         """
 
     def abort(self, request_id: str) -> None:
@@ -189,6 +205,12 @@ class EngineClient(Protocol):
 
     def call(self, name: str, arguments: Sequence[Any] = ()) -> int:
         """Ask something of `EngineCore`; an `Answer` with this number follows, or a `InstanceLost`."""
+
+    def drain(self, *, draining: bool) -> None:
+        """Have it tell each front that it is drained, or not any more.
+
+        A server that is not ours keeps nothing in mind.
+        """
 
     def add_peer(self, facts: InstanceFacts) -> None:
         """Tell it where another instance takes KV."""

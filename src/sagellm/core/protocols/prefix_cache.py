@@ -66,6 +66,19 @@ class Branch(NamedTuple):
     used_s: float
 
 
+class ReusedPrefix(NamedTuple):
+    """A resident prefix that was used again. `digest` names its last part and shows no text.
+
+    It has `num_tokens` from the prompt's beginning; its last `num_blocks` blocks were used `num_uses` times:
+    each prompt that is found there counts, and each that is stored. `idle_s`: since the last of them."""
+
+    digest: str
+    num_tokens: int
+    num_blocks: int
+    num_uses: int
+    idle_s: float
+
+
 class MatchEnd(Enum):
     """Why a match ended where it did."""
 
@@ -391,6 +404,11 @@ class PrefixReuseIndex(Protocol):
 
     def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:
         """Where a match of the tokens ends, and why. Not for hot paths."""
+
+    def hot_prefixes(self, count: int) -> Sequence[ReusedPrefix]:
+        """The resident prefixes that saved most blocks, at most so many, the best first.
+
+        Each ends where prompts part, or have ended. Linear in the index. Not for hot paths."""
 
     def all_block_ids(self) -> BlockIds:
         """Every block in the index, in no particular order."""

@@ -12,7 +12,14 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
-from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
+from sagellm.core.protocols.prefix_cache import (
+    Branch,
+    IndexNode,
+    MatchEnd,
+    MatchReport,
+    PrefixHit,
+    ReusedPrefix,
+)
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, ExtentType, Ghost
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -95,6 +102,14 @@ class IndexBase(ABC, Generic[ExtentType]):
     @abstractmethod
     def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
         """The record of the eviction of `next_block` behind a match."""
+
+    @abstractmethod
+    def _first_extents(self) -> Iterable[ExtentType]:
+        """Those at the beginning of prompts."""
+
+    @abstractmethod
+    def _uses(self, order: Sequence[ExtentType]) -> Mapping[int, int]:
+        """How often each extent was used, by its `id`. `order`: all, parents before children."""
 
     @abstractmethod
     def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
@@ -238,6 +253,33 @@ class IndexBase(ABC, Generic[ExtentType]):
             found += [Branch(hit, leaf.end_block, leaf.used_s) for leaf in leaves]
             below = extent
         return found
+
+    def hot_prefixes(self, count: int) -> list[ReusedPrefix]:
+        order, stack = list[ExtentType](), list(self._first_extents())
+        while stack:
+            order.append(stack.pop())
+            stack += order[-1].children.values()
+        uses, lengths = self._uses(order), dict[int, int]()
+        for extent in order:
+            above, length = extent.parent, extent.num_blocks
+            is_alone = above is not None and id(above) in lengths and len(above.children) == 1
+            if is_alone and uses[id(above)] == uses[id(extent)]:
+                length += lengths.pop(id(above))
+            lengths[id(extent)] = length
+        used_s = {id(extent): extent.used_s for extent in order}
+        for extent in reversed(order):  # of an extent with children, only these know their last use
+            if id(extent.parent) in used_s:
+                used_s[id(extent.parent)] = max(used_s[id(extent.parent)], used_s[id(extent)])
+        again = [extent for extent in order if id(extent) in lengths and uses[id(extent)] > 1]
+        best = heapq.nlargest(count, again, key=lambda each: (uses[id(each)] - 1) * lengths[id(each)])
+        now_s = self._clock.now()
+        return [
+            ReusedPrefix(
+                f"{each.key:016x}", each.end_block * self.block_size, lengths[id(each)], uses[id(each)],
+                now_s - used_s[id(each)],
+            )
+            for each in best
+        ]  # fmt: skip
 
     @abstractmethod
     def block_ids(self, hit: PrefixHit) -> BlockIds: ...

@@ -342,6 +342,12 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     # -- inside: for the base
 
+    def _first_extents(self) -> Iterable[BlockRecord]:
+        return [record for record in self._records.by_block.values() if record.parent is None]
+
+    def _uses(self, order: Sequence[BlockRecord]) -> Mapping[int, int]:
+        return {id(record): record.num_uses for record in order}
+
     def _current(self, hit: PrefixHit) -> PrefixHit:
         if not isinstance(hit.node, BlockRecord) or hit.node.num_blocks:
             return hit

@@ -232,6 +232,17 @@ class RadixIndex(IndexBase[Node]):
             return node.children
         return (node.edge[(hit.num_blocks - node.first_position) * self._block_bytes :],)
 
+    def _first_extents(self) -> Iterable[Node]:
+        return [node for root in self._roots.values() for node in root.children.values()]
+
+    def _uses(self, order: Sequence[Node]) -> Mapping[int, int]:
+        """A use counts at its last node, and was one of all above."""
+        uses = {id(node): node.num_uses for node in order}
+        for node in reversed(order):
+            if id(node.parent) in uses:
+                uses[id(node.parent)] += uses[id(node)]
+        return uses
+
     # -- inside: hits
 
     def _hit(

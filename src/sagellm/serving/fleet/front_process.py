@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.plain_server import PlainServers, PlainTerms
+from sagellm.control_plane.fleet.record import RecordedClient
 from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.fleet_instances import api_key, fleet_instances
 from sagellm.control_plane.router.prefix_index import PrefixIndex
@@ -32,6 +33,7 @@ from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.serving.fleet.policies import make_admission, make_fleet_router
+from sagellm.serving.fleet.starting import wait_for_instance
 from sagellm.serving.server import serve
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     """The entry of a child process. Ends with the inbox, or after the message "stop".
 
     `options`: `config`, `key`, `listener` and `commands` (file numbers), `instances`: endpoint by name, and
-    `is_first`: whether it waits for all instances; a front that takes over serves with those that are there.
+    `is_first`: whether the fleet has not served yet; then it ends without any instance in
+    `fleet.start_timeout_s`. It serves as soon as one is there.
     """
     config = Config.model_validate(options["config"])
     if config.model.name is not None and not Path(config.model.name).is_dir():
@@ -94,7 +97,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     serving = threading.Event()
     arguments = inbox, engine, apply, serving
     threading.Thread(target=_listen, args=arguments, name="lifeline", daemon=True).start()
-    engine.wait_until_ready(fleet.start_timeout_s, all_of_them=options["is_first"])
+    limit_s = fleet.start_timeout_s if options["is_first"] else None
+    wait_for_instance(engine, config.server, listener, limit_s)
     llm = LLM(
         engine,
         tokenizer,
@@ -148,8 +152,10 @@ def _apply(engine: FleetEngine, instances: Instances, endpoints: Mapping[str, st
         engine.forget(name)
         instances.remove(name)
     for name, endpoint in endpoints.items():
-        if known.get(name) != endpoint:
+        if name not in known:
             engine.know(instances.add(name, endpoint))
+        elif known[name] != endpoint:  # a launcher has started it elsewhere
+            instances.add(name, endpoint)
 
 
 def _plain_terms(config: Config, folder: Path, tokenizer: Tokenizer) -> PlainTerms:
@@ -175,12 +181,21 @@ def _know_plain_servers(config: Config, engine: FleetEngine, instances: Instance
         engine.know(client)
 
 
+def _note_ends(engine: FleetEngine, reasons: Mapping[str, str]) -> None:
+    """Remember why processes of instances have ended."""
+    for name, reason in reasons.items():
+        if name in engine.members:
+            cast(RecordedClient, engine.members[name].client).record.ended(reason)
+
+
 def _listen(inbox: Inbox, engine: FleetEngine, apply: Any, serving: threading.Event) -> None:
     """Carry out what the supervisor says. At its end this process drains as after SIGTERM, if it serves."""
     while (message := inbox.get()) is not None:
         told = json.loads(message)
         if "instances" in told:
             engine.call_soon(partial(apply, told["instances"]))
+        elif "ended" in told:
+            engine.call_soon(partial(_note_ends, engine, told["ended"]))
         elif told.get("stop"):
             break
     if not serving.is_set():

@@ -7,62 +7,27 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 from fastapi import Request
 from pydantic import Field
 
 from sagellm.control_plane.fleet.engine import FleetEngine
-from sagellm.control_plane.fleet.questions import Member
 from sagellm.control_plane.fleet_instances import group_of, instance_name
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.fleet_config import FleetConfig
 from sagellm.core.protocols.fleet import InstanceFacts
 from sagellm.engines.llm import LLM
-from sagellm.serving.errors import ConflictError, NotFoundError
+from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.fleet.scaling import FleetCounts, FleetScaling, fleet_counts
+from sagellm.serving.fleet.status import FleetStatus, InstanceDetail, fleet_status, instance_detail, look
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import Body
 
 _LOOK_S = 0.05
-
-
-State = Literal["starting", "ready", "draining", "drained", "lost", "refused"]
-
-
-class InstanceStatus(Body):
-    """One instance. `state`: `starting` until it is connected first, `lost` until it is again.
-
-    `fault`: why it gets no requests.
-
-    `num_requests`: of this front. `num_placed`: how many it was given since the front began.
-    """
-
-    name: str
-    type: str
-    state: State
-    pid: int | None = None
-    fault: str = ""
-    num_requests: int = 0
-    num_placed: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_queued_tokens: int = 0
-    kv_cache_usage: float = 0.0
-    num_evicted_blocks: int = 0
-    utilization: float = 0.0
-    num_lost: int = 0
-
-
-class FleetStatus(Body):
-    """The answer of GET /v1/fleet. `num_queued`: requests that wait for an instance."""
-
-    instances: list[InstanceStatus]
-    num_requests: int
-    num_queued: int
-    num_retries: int
+_DETAIL_S = 1.0
 
 
 class InstanceRequest(Body):
@@ -92,6 +57,7 @@ class Lifecycle(Protocol):
 class FleetRoutes:
     """The handlers. Changes of instances happen on the engine's thread; an operation waits for its end.
 
+    `began_s`: when this server began, by the engine's clock.
     One operation runs at a time, so that no two of them drain the last instances together.
     """
 
@@ -99,10 +65,24 @@ class FleetRoutes:
     reader: RequestReader
     fleet: FleetConfig
     lifecycle: Lifecycle | None = None
+    began_s: float = 0.0
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self) -> FleetStatus:
-        return await self.gateway.call(lambda llm: fleet_status(_engine(llm)))
+        model = self.reader.model_name
+        return await self.gateway.call(lambda llm: fleet_status(_engine(llm), model, self.began_s))
+
+    async def instance(self, name: str) -> InstanceDetail:
+        """One instance in detail. Its answer is waited for up to `_DETAIL_S`; the engine's thread goes on."""
+        began_s = asyncio.get_running_loop().time()
+        answers = await self.gateway.call(lambda llm: look(_engine_with(name, llm), name))
+        while True:
+            detail = await self.gateway.call(lambda llm: instance_detail(_engine_with(name, llm), name))
+            waited_s = asyncio.get_running_loop().time() - began_s
+            is_fresh = detail.asked_s_ago is not None and detail.asked_s_ago <= waited_s
+            if is_fresh or not answers or waited_s > _DETAIL_S:
+                return detail
+            await asyncio.sleep(_LOOK_S)
 
     async def drain(self, request: Request) -> FleetStatus:
         """Give an instance no new requests, and wait until it has none."""
@@ -132,7 +112,7 @@ class FleetRoutes:
         return await self.status()
 
     async def scale(self, request: Request) -> FleetStatus:
-        """Start or end instances of a group. Those that end are drained first, the highest numbers first."""
+        """Start or end instances of a group. Those that end are drained first."""
         body = await self.reader.read(ScaleRequest, request)
         self._lifecycle()
         if body.group not in self.fleet.groups or not self.fleet.groups[body.group].is_local:
@@ -142,14 +122,14 @@ class FleetRoutes:
         return await self.status()
 
     async def resize(self, group: str, count: int) -> None:
-        """Start instances of a group, or drain and end those of the highest numbers."""
+        """Start instances of a group, or drain and end some, as `first_to_end` orders them."""
         lifecycle = self._lifecycle()
         async with self._busy:
-            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            members = await self.gateway.call(lambda llm: first_to_end(_engine(llm)))
             own = [name for name in members if group_of(name, self.fleet) == group]
             if not count and len(own) == len(members):
                 raise ConflictError("the fleet would have no instance: scale another group up first")
-            for name in sorted(own, key=_number)[count:]:
+            for name in own[: max(0, len(own) - count)]:
                 await self._remove(name, lifecycle)
             free = (n for n in itertools.count() if instance_name(group, n) not in own)
             for number in itertools.islice(free, max(0, count - len(own))):
@@ -223,7 +203,9 @@ class FleetRoutes:
         """Wait until an instance is there, as another process than before."""
 
         def is_there(llm: LLM) -> bool:
-            member = _engine(llm).members[name]
+            member = _engine(llm).members.get(name)
+            if member is None:
+                raise ConflictError(f"{name} was given up, as there is no room for it: the log says why")
             return member.is_ready and member.load is not None and member.facts is not former
 
         await self._until(is_there, name, self.fleet.start_timeout_s)
@@ -236,54 +218,29 @@ class FleetRoutes:
             await asyncio.sleep(_LOOK_S)
 
 
-def fleet_status(engine: FleetEngine) -> FleetStatus:
-    """The state of each instance now; for the engine's thread."""
-    instances = []
-    for name, member in engine.members.items():
-        load, facts, num_requests = member.load, member.facts, engine.requests.num_on(name)
-        status = InstanceStatus(
-            name=name,
-            type="" if facts is None else (facts.kind if load is None else load.kind).value,
-            state=_state(member, num_requests),
-            pid=None if facts is None else facts.pid,
-            fault=member.fault or getattr(member.client, "fault", ""),
-            num_requests=num_requests,
-            num_placed=engine.placements.get(name, 0),
-            num_lost=member.num_lost,
-        )
-        if load is not None:
-            figures = {
-                "num_waiting": load.num_waiting,
-                "num_running": load.num_running,
-                "num_queued_tokens": load.num_queued_tokens,
-                "kv_cache_usage": load.kv_cache_usage,
-                "num_evicted_blocks": load.eviction_count,
-                "utilization": load.utilization,
-            }
-            status = status.model_copy(update=figures)
-        instances.append(status)
-    return FleetStatus(
-        instances=instances,
-        num_requests=len(engine.requests),
-        num_queued=len(engine.requests.waiting),
-        num_retries=engine.num_retries,
-    )
+def _engine_with(name: str, llm: LLM) -> FleetEngine:
+    """Raises `NotFoundError` for a fleet without this instance."""
+    engine = _engine(llm)
+    if name not in engine.members:
+        raise NotFoundError(f"no instance is named {clipped(repr(name))}: GET /v1/fleet lists them", "name")
+    return engine
+
+
+def first_to_end(engine: FleetEngine) -> list[str]:
+    """The instances, those first whose end costs least.
+
+    Those are drained ones, then those that are not connected, then the highest numbers.
+    """
+
+    def cost(name: str) -> tuple[bool, bool, int]:
+        member = engine.members[name]
+        return not member.draining, member.is_ready, -_number(name)
+
+    return sorted(engine.members, key=cost)
 
 
 def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
     return (name in _engine(llm).members) is wanted
-
-
-def _state(
-    member: Member, num_requests: int
-) -> Literal["starting", "ready", "draining", "drained", "lost", "refused"]:
-    if member.fault:
-        return "refused"
-    if member.facts is None:
-        return "lost" if member.num_lost else "starting"
-    if member.draining:
-        return "draining" if num_requests else "drained"
-    return "ready"
 
 
 def _engine(llm: LLM) -> FleetEngine:
