@@ -261,16 +261,17 @@ class CostRouter:
         if len(places) != num_views:
             views, cached = [views[i] for i in places], [cached[i] for i in places]
             peer = places.index(peer) if peer in places else -1
-        for view, (on_device, in_all) in zip(views, cached, strict=True):
-            if (
-                on_device != in_all
-                or not peer_tokens <= in_all < num_tokens
-                or needed - on_device > view.free_tokens
-            ):
-                add(self._cost(asked, view, on_device, in_all, is_peer=len(costs) == peer))
+        before, uncached, missing, is_plain = None, 0, 0, False
+        for view, prefix in zip(views, cached, strict=True):
+            if prefix is not before:  # most instances share one
+                before, (on_device, in_all) = prefix, prefix
+                uncached, missing = num_tokens - in_all, needed - on_device
+                is_plain = on_device == in_all and peer_tokens <= in_all < num_tokens
+            if not is_plain or missing > view.free_tokens:
+                add(self._cost(asked, view, prefix, is_peer=len(costs) == peer))
                 continue
             rate, step_s = view.rate, view.step_s
-            prefill_s = (num_tokens - in_all) * rate
+            prefill_s = uncached * rate
             ttft_s = view.queue_s + prefill_s
             cost = ttft_s + prefill_s * delay * view.num_requests + decode * step_s
             if ttft_s > slack_s:
@@ -290,10 +291,10 @@ class CostRouter:
                 costs[at] -= self.affinity_s
         return costs
 
-    def _cost(self, asked: _Request, view: _View, on_device: int, in_all: int, *, is_peer: bool) -> float:
+    def _cost(self, asked: _Request, view: _View, prefix: CachedPrefix, *, is_peer: bool) -> float:
         """The same of one instance, with what lower tiers, fetching and a full memory add."""
-        most = asked.num_tokens - 1
-        in_all, on_device = min(in_all, most), min(on_device, most)
+        in_all = min(prefix.num_tokens, asked.num_tokens - 1)
+        on_device = min(prefix.num_device_tokens, in_all)
         rate, ttft_s, compute = view.rate, view.queue_s, asked.num_tokens - in_all
         gain = asked.peer_tokens - in_all
         if gain > 0 and not is_peer:
