@@ -152,18 +152,17 @@ def tenants(
 ) -> list[Any]:
     """Two tenants for each instance. `loads`: shares of what round robin serves when all come at once;
     `rates`: requests per second for each instance."""
-    at_once = run(skewed(2 * instances, 200 * instances, 1e6), layout(instances, "round_robin"))
-    capacity = at_once.figures["requests_per_s"] / instances
-    rows = []
+    rows, capacity = [], 0.0
+    if loads:
+        at_once = run(skewed(2 * instances, 200 * instances, 1e6), layout(instances, "round_robin"))
+        capacity = at_once.figures["requests_per_s"] / instances
     for rate in (*rates, *(load * capacity for load in loads)):
         trace = skewed(2 * instances, requests, rate * instances)
         last_s = trace.requests[-1].time_s
         for name in only or ROUTERS:
             result = run(trace, layout(instances, ROUTERS[name]))
             found = shares(result, min(20.0, last_s / 4), last_s)
-            rows.append(
-                row(result, router=name, instances=instances, rate=rate, load=rate / capacity, **found)
-            )
+            rows.append(row(result, router=name, instances=instances, rate=rate, capacity=capacity, **found))
     return rows
 
 
