@@ -2,8 +2,9 @@
 
     python benchmarks/router_experiments.py routers   --traces FOLDER --out FILE
     python benchmarks/router_experiments.py separation --traces FOLDER --out FILE
-    python benchmarks/router_experiments.py tenants   --out FILE
+    python benchmarks/router_experiments.py tenants   --out FILE --instances 4 --rates 1 --loads 0.75
     python benchmarks/router_experiments.py scale     --traces FOLDER --out FILE
+    python benchmarks/router_experiments.py closed    --traces FOLDER --out FILE --names coding_1 synthetic
 
 Instances report every 0.2 s, and their KV events take 50 ms. One process; the same figures each time.
 """
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sagellm.benchmarks.simulate.experiment import preset_config
 from sagellm.benchmarks.simulate.hardware import hardware
@@ -24,6 +28,7 @@ from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
+from sagellm.benchmarks.traces.synth import synthesize
 from sagellm.core.blocks import cdiv
 from sagellm.core.types import Namespace, Tokens
 
@@ -42,7 +47,8 @@ ROUTERS: Mapping[str, Router] = {
     "cost": "cost",
 }
 KEPT = ("ttft_s_mean", "ttft_s_p50", "ttft_s_p99", "tpot_s_mean", "e2e_s_mean", "hit_ratio", "duration_s",
-        "requests_finished", "utilisation", "utilisation_min", "utilisation_max")  # fmt: skip
+        "requests_finished", "requests_per_s", "steps", "preemptions", "utilisation", "utilisation_min",
+        "utilisation_max")  # fmt: skip
 
 
 def run(
@@ -61,7 +67,11 @@ def run(
 
 
 def row(result: SimulationResult, **names: object) -> dict[str, Any]:
-    made = {**names, **{key: result.figures[key] for key in KEPT}, "simulated_in_s": round(result.wall_s, 1)}
+    made = {
+        **names,
+        **{key: result.figures[key] for key in KEPT},
+        "simulated_in_cpu_s": round(result.cpu_s, 1),
+    }
     made |= {key: value for key, value in result.figures.items() if key.startswith(("goodput", "attained"))}
     print(json.dumps(made), flush=True)
     return made
@@ -104,59 +114,135 @@ def separation(folder: Path, requests: int, scales: Sequence[float]) -> list[Any
     return rows
 
 
-def tenants(only: Sequence[str]) -> list[Any]:
-    """Eight tenants with rates of 1/rank and prompts of their own."""
-    draw = random.Random(0)
-    requests, now_s = [], 0.0
-    for number in range(3000):
-        now_s += draw.expovariate(12.0)
-        tenant = draw.choices(range(8), [1 / (rank + 1) for rank in range(8)])[0]
+def skewed(count: int, requests: int, rate: float, seed: int = 0) -> Trace:
+    """Tenants with rates of 1/rank, each with 2,048 tokens before its prompts. Poisson arrivals."""
+    draw = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(count)]
+    made, now_s = [], 0.0
+    for number in range(requests):
+        now_s += draw.expovariate(rate)
+        tenant = draw.choices(range(count), weights)[0]
         ids = [1000 * tenant + block for block in range(4)] + [
             10**6 + 8 * number + block for block in range(4)
         ]
         length = 4 * 512 + draw.randint(100, 2048)
-        made = TraceRequest(
-            now_s,
-            Tokens(ids[: cdiv(length, 512)]),
-            Namespace(f"tenant-{tenant}"),
-            length,
-            draw.randint(20, 300),
-        )
-        requests.append(made)
-    trace = Trace("tenants", "made", 512, tuple(requests))
-    return [row(run(trace, layout(4, ROUTERS[name])), router=name) for name in only or ROUTERS]
+        own = Namespace(f"tenant-{tenant}")
+        made.append(TraceRequest(now_s, Tokens(ids[: cdiv(length, 512)]), own, length, draw.randint(20, 300)))
+    return Trace("tenants", "made", 512, tuple(made))
 
 
-def scale(folder: Path, instances: int, requests: int) -> list[Any]:
-    trace = read_trace(folder / "mooncake_conversation_first_half.jsonl.xz")
-    began = time.perf_counter()
-    rows = [
-        row(run(trace, layout(instances, name), scale=instances / 6, requests=requests), router=name)
-        for name in ("least_loaded", "cost")
-    ]
-    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+def shares(result: SimulationResult, from_s: float, until_s: float) -> dict[str, float]:
+    """How unequal instances were in a span: their time computing, and the prompt tokens they computed."""
+    busy, tokens = [], []
+    for log in result.step_logs.values():
+        ends, durations = np.asarray(log.ends_s), np.asarray(log.durations_s)
+        inside = np.minimum(ends, until_s) - np.maximum(ends - durations, from_s)
+        busy.append(float(np.maximum(inside, 0.0).sum()) / (until_s - from_s))
+        tokens.append(int(np.asarray(log.prefill_tokens)[inside > 0].sum()))
+    made = {}
+    for name, values in (("busy", np.array(busy)), ("computed", np.array(tokens))):
+        made[f"{name}_mean"] = round(float(values.mean()), 4)
+        made[f"{name}_spread"] = round(float((values.max() - values.min()) / values.mean()), 4)
+        made[f"{name}_deviation"] = round(float(values.std() / values.mean()), 4)
+    return made
+
+
+def tenants(
+    only: Sequence[str], instances: int, requests: int, loads: Sequence[float], rates: Sequence[float]
+) -> list[Any]:
+    """Two tenants for each instance. `loads`: shares of what round robin serves when all come at once;
+    `rates`: requests per second for each instance."""
+    rows, capacity = [], 0.0
+    if loads:
+        at_once = run(skewed(2 * instances, 200 * instances, 1e6), layout(instances, "round_robin"))
+        capacity = at_once.figures["requests_per_s"] / instances
+    for rate in (*rates, *(load * capacity for load in loads)):
+        trace = skewed(2 * instances, requests, rate * instances)
+        last_s = trace.requests[-1].time_s
+        for name in only or ROUTERS:
+            result = run(trace, layout(instances, ROUTERS[name]))
+            found = shares(result, min(20.0, last_s / 4), last_s)
+            rows.append(row(result, router=name, instances=instances, rate=rate, capacity=capacity, **found))
+    return rows
+
+
+def scale(
+    folder: Path, only: Sequence[str], instances: int, requests: int, scales: Sequence[float]
+) -> list[Any]:
+    """`scales`: times the trace's rate for each four instances."""
+    trace, rows = read_trace(folder / "mooncake_conversation_first_half.jsonl.xz"), []
+    for scale in scales:
+        for name in only or ROUTERS:
+            made = layout(instances, ROUTERS[name])
+            result = run(trace, made, scale=scale * instances / 4, requests=requests)
+            last_s = result.workload.times_s[-1]
+            rows.append(row(result, router=name, instances=instances, scale=scale,
+                            **shares(result, last_s / 4, last_s)))  # fmt: skip
+    return rows
+
+
+def agents_trace(folder: Path, name: str, sessions: int, seed: int) -> Trace:
+    """So many sessions, drawn. `synthetic`, half of the coding agents by a hash of their session
+    (`coding_0` or `coding_1`), or a file of LMCache's agents."""
+    if name == "synthetic":
+        trace = synthesize("agents", seed=seed, duration_s=150.0 * sessions)
+    elif name.startswith("coding_"):
+        trace = read_trace(folder / "cc_agentic_sessions_a.jsonl.xz")
+    else:
+        trace = read_trace(folder / f"{name}.jsonl.xz")
+    half = int(name[-1]) if name.startswith("coding_") else None
+    known = dict.fromkeys(request.session for request in trace.requests if request.session is not None)
+    kept = [one for one in known if half is None or zlib.crc32(one.encode()) % 2 == half]
+    random.Random(seed).shuffle(kept)
+    order = {session: at for at, session in enumerate(kept[:sessions])}
+    chosen = [request for request in trace.requests if request.session in order]
+    chosen.sort(key=lambda request: order[request.session or ""])  # sessions begin in the order drawn
+    return replace(trace, requests=tuple(chosen))
+
+
+def closed(
+    folder: Path, only: Sequence[str], names: Sequence[str], seeds: int, sessions: int, agents: int
+) -> list[Any]:
+    """Agents that each send the next turn when the last has ended: the time until all sessions are done."""
+    rows = []
+    config = preset_config(PRESET)
+    for name in names:
+        for seed in range(seeds):
+            spec = WorkloadSpec(closed_loop=True, agents=agents, think_s=0.0)
+            work = workload(agents_trace(folder, name, sessions, seed), spec, MACHINE.max_model_len(config))
+            for router in only or ROUTERS:
+                result = simulate(PRESET, config, work, MACHINE, layout(4, ROUTERS[router]))
+                rows.append(row(result, trace=name, seed=seed, agents=agents, router=router))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["routers", "separation", "tenants", "scale"])
+    parser.add_argument("what", choices=["routers", "separation", "tenants", "scale", "closed"])
     parser.add_argument("--traces", type=Path, default=Path())
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--scales", nargs="*", type=float, default=[1.0])
     parser.add_argument("--names", nargs="*", default=["mooncake_conversation_first_half"])
+    parser.add_argument("--loads", nargs="*", type=float, default=[0.75])
+    parser.add_argument("--rates", nargs="*", type=float, default=[])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--instances", type=int, default=200)
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--agents", type=int, default=32)
+    parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
+    folder, only, scales = given.traces, given.only, given.scales
     if given.what == "routers":
-        rows = routers(given.traces, given.only, given.scales, given.names)
+        rows = routers(folder, only, scales, given.names)
     elif given.what == "separation":
-        rows = separation(given.traces, given.requests, given.scales)
+        rows = separation(folder, given.requests, scales)
     elif given.what == "tenants":
-        rows = tenants(given.only)
+        rows = tenants(only, given.instances, given.requests, given.loads, given.rates)
+    elif given.what == "closed":
+        rows = closed(folder, only, given.names, given.seeds, given.sessions, given.agents)
     else:
-        rows = scale(given.traces, given.instances, given.requests)
+        rows = scale(folder, only, given.instances, given.requests, scales)
     made = {"what": given.what, "device": "h100-80g", "model": "llama-3.1-8b", "preset": PRESET,
             "report_s": REPORT_S, "event_delay_s": EVENT_S, "rows": rows}  # fmt: skip
     given.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -85,6 +85,7 @@ class LoadOptions(OptionGroup):
     process: str | None = flag("--arrivals NAME", "trace, poisson or bursty; default: trace.")
     cv: float | None = flag("X", "Variation of bursty gaps; default: 3.")
     closed_loop: bool | None = flag("--closed-loop", "A turn waits for the answer before it.")
+    agents: int | None = flag("--agents N", "So many sessions at once, in a closed loop.")
     think_s: float | None = flag("--think SECONDS", "Mean pause between turns; default: the trace's.")
     max_requests: int | None = flag("--requests N", "Only the first of the trace.")
     high_priority_share: float | None = flag("X", "Share of small ones that go first.")

@@ -134,6 +134,29 @@ def test_the_next_turn_comes_after_the_answer_and_a_pause() -> None:
     assert third.arrival_s == second.finished_s
 
 
+def test_agents_begin_the_next_session_when_one_has_ended() -> None:
+    made = trace(*(request(9.0 * at, 8, 2, session=name) for at, name in enumerate("aabc")))
+    spec = WorkloadSpec(closed_loop=True, agents=2, think_s=0.0)
+    first, second, other, last = served(made, spec=spec).served
+    assert (first.arrival_s, other.arrival_s) == (0.0, 0.0)
+    assert second.arrival_s == first.finished_s
+    assert last.arrival_s == other.finished_s, "before the turns of the first session have ended"
+
+
+@pytest.mark.parametrize("router", ["random", "least_loaded", "cost"])
+def test_instances_that_run_by_themselves_do_what_they_do_in_turn(
+    router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each up to the next event, against the earliest of all one step at a time."""
+    layout = ClusterLayout(3, router=router, report_s=0.05, event_delay_s=0.01)
+    made = busy_trace(80)
+    apart = served(made, layout=layout)
+    monkeypatch.setattr(Cluster, "_is_coupled", lambda self: True)
+    in_turn = served(made, layout=layout)
+    assert apart.served == in_turn.served
+    assert apart.figures == in_turn.figures
+
+
 def test_until_sets_the_state_of_every_request() -> None:
     made = trace(
         request(0, 8, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_the_index_of_the_fleet_is_that_of_the_engines() -> None:
         one = RequestMaker(work, VOCAB).make(number, 0.0, 1)
         expected = [instance.num_cached(one) for instance in cluster.instances]
         most = (len(one.tokens) - 1) // 4 * 4
-        assert [min(prefix.num_device_tokens, most) for prefix in control.cached(one)] == expected
+        assert [min(prefix.num_device_tokens, most) for prefix in control.cached(one, math.inf)] == expected
     assert any(instance.report(0.0).eviction_count for instance in cluster.instances)
 
 

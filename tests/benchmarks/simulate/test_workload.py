@@ -194,6 +194,16 @@ def test_time_to_think_is_drawn() -> None:
     assert np.mean(pauses) == pytest.approx(3.0, rel=0.1)
 
 
+def test_so_many_agents_begin_at_once() -> None:
+    made = trace(*(request(9.0 * at, 8, 2, session=name) for at, name in enumerate("aabc")))
+    work = workload(made, WorkloadSpec(closed_loop=True, agents=2, think_s=0.0), LONG)
+    assert (work.first(), work.waiting) == ([(0.0, 0), (0.0, 2)], (3,))
+    with pytest.raises(ConfigError, match="agents needs a closed loop"):
+        WorkloadSpec(agents=2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        WorkloadSpec(closed_loop=True, agents=0)
+
+
 def test_a_closed_loop_needs_sessions() -> None:
     with pytest.raises(ConfigError, match="needs a trace with sessions"):
         workload(trace(request(0, 8, 1)), WorkloadSpec(closed_loop=True), LONG)

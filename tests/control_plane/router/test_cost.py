@@ -67,6 +67,31 @@ def test_the_cost_is_the_sum_of_its_terms(
         router.check()
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(instances, min_size=2, max_size=6), st.data())
+def test_views_that_are_kept_are_those_made_anew(fleet: list[ExecutionInstance], data: Any) -> None:
+    """Reports that change one by one, ended requests, instances that come, go and change their order."""
+    clock = ManualClock()
+    kept, anew = CostRouter(clock=clock), CostRouter(clock=clock)
+    known = named(*fleet)
+    for number in range(12):
+        act = data.draw(st.sampled_from(["place", "place", "report", "end", "order"]))
+        at = data.draw(st.integers(0, len(known) - 1))
+        if act == "report":
+            known[at] = replace(known[at], num_queued_tokens=7 * number, reported_s=clock.now())
+        elif act == "end":
+            for router in (kept, anew):
+                router.observe(known[at].instance_id, {"ttft": 0.1 * number, "tpot": 0.01})
+        elif act == "order":
+            known = data.draw(st.permutations(known))
+        else:
+            asked, some = data.draw(requests), known[: max(1, at)] if number % 3 == 0 else known
+            anew._seen.clear()
+            cached = [CachedPrefix(64 * i, 100 * i) for i in range(len(some))]
+            assert str(kept.place(asked, some, cached)) == str(anew.place(asked, some, cached))
+        clock.advance(data.draw(st.sampled_from([0.0, 0.1])))
+
+
 def test_terms_of_a_placement() -> None:
     fleet = instance("a", num_queued_tokens=500, num_running=10, num_free_blocks=50, block_size=16)
     placement = place(CostRouter(), fleet, a=CachedPrefix(200, 400))

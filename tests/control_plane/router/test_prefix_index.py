@@ -317,5 +317,17 @@ def test_bounds_that_are_none(options: dict[str, Any]) -> None:
         PrefixIndex(ManualClock(), **options)
 
 
+def test_a_large_fleet_with_several_prefixes() -> None:
+    """Most instances have the common part, some more, some nothing; ids change from call to call."""
+    index, prompt = PrefixIndex(ManualClock()), list(range(40))
+    held = {f"i{number}": (0 if number % 7 == 0 else 4 + 2 * (number % 5 == 0)) for number in range(70)}
+    for name, count in held.items():
+        index.join(name)
+        if count:
+            index.apply(name, stored(prompt[:count], 2))
+    for names in (list(held), list(held)[::-1], [], ["i1", "unknown"], list(held)[5:]):
+        assert found(index, prompt, *names) == [(held.get(name, 0),) * 2 for name in names]
+
+
 def test_nothing_is_cached_in_an_empty_index() -> None:
     assert PrefixIndex().lookup(Tokens([1]), Namespace(), ["a"]) == [CachedPrefix(0, 0)]

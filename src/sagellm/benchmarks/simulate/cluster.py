@@ -1,16 +1,19 @@
 """Runs a cluster: requests arrive by time, and the earliest instance steps next.
 
 Everything is deterministic. Events of the same moment keep the order in which they were made; instances with
-equal clocks keep the order of the list.
+equal clocks keep the order of the list. Unless the end of a request may begin another, or bring it to another
+instance, each instance runs by itself up to the next event.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import itemgetter
 
 from sagellm.benchmarks.simulate.control import ControlSetting, SimulatedControlPlane, metadata
 from sagellm.benchmarks.simulate.instance import Instance
@@ -111,11 +114,14 @@ class Cluster:
         Raises `BookkeepingError` if a request is lost."""
         self._workload, self._maker = workload, maker
         self.served = [ServedRequest(number) for number in range(len(workload.requests))]
-        self.control.begin(self._at, self._num_expected)
+        self._sessions = deque(workload.waiting)
+        self.control.begin(self._num_expected)
         for time_s, number in workload.first():
             self._at(time_s, self._arrive, number)
         while True:
             event_s = self._events[0][0] if self._events else math.inf
+            if not self._is_coupled():
+                self._advance_all(min(event_s, until_s), event_s)
             instance, now_s, next_s = self._earliest()
             if min(now_s, event_s) >= until_s:
                 break
@@ -125,8 +131,8 @@ class Cluster:
                 action(time_s, *given)
             else:
                 instance.advance(min(event_s, next_s, until_s), event_s)
-                for event in instance.take_ended() if instance.ended else ():
-                    self._on_ended(instance, event)
+                for event, reason in instance.take_ended() if instance.ended else ():
+                    self._on_ended(instance, event, reason)
                 if self._links.num_expected(instance):
                     self._start_transfers(instance, instance.clock.now())
         self._close()
@@ -137,6 +143,27 @@ class Cluster:
     def _at(self, time_s: float, action: Callable[..., None], *given: object) -> None:
         heapq.heappush(self._events, (time_s, self._num_events, action, given))
         self._num_events += 1
+
+    def _is_coupled(self) -> bool:
+        """Whether the end of a request may give another instance work before the next event."""
+        follow = self._workload.follows or self._sessions
+        return bool(follow or self._decode_at) or not self._links.is_idle
+
+    def _advance_all(self, until_s: float, event_s: float) -> None:
+        """Runs each instance by itself up to a time before which none affects another.
+
+        So an engine can take its equal steps together, however many instances there are. Ends of requests
+        are handled in the order in which the instances' steps began, as if the earliest always stepped."""
+        ended: list[tuple[float, int, int, RequestFinished, str]] = []
+        for place, instance in enumerate(self.instances):
+            while instance.clock.now() < until_s and instance.busy:
+                instance.advance(until_s, event_s)
+                ended += [
+                    (instance.step_began_s, place, number, event, reason)
+                    for number, (event, reason) in enumerate(instance.take_ended(), len(ended))
+                ]
+        for _, place, _, event, reason in sorted(ended, key=itemgetter(0, 1, 2)):
+            self._on_ended(self.instances[place], event, reason)
 
     def _earliest(self) -> tuple[Instance | None, float, float]:
         """Returns the busy instance with the earliest clock. Also its time and that of the next instance."""
@@ -213,7 +240,7 @@ class Cluster:
             served = self.served[int(request.request_id)]
             self._end(served, RequestOutcome.REJECTED, now_s, str(error))
 
-    def _on_ended(self, instance: Instance, event: RequestFinished) -> None:
+    def _on_ended(self, instance: Instance, event: RequestFinished, reason: str) -> None:
         served = self.served[int(event.request_id)]
         if served.scheduled_s is None:
             served.scheduled_s, served.num_cached = event.scheduled_s, event.num_cached_tokens
@@ -221,7 +248,6 @@ class Cluster:
             served.first_token_s = event.first_token_s
         served.num_output_tokens += event.num_output_tokens
         if event.reason == FinishReason.ERROR.value:
-            reason = instance.error_of(event.request_id)
             self._end(served, RequestOutcome.REJECTED, event.finished_s, reason)
         elif (target := self._decode_at.pop(served.number, None)) is not None and (
             served.num_output_tokens < self._wanted(served)
@@ -235,7 +261,8 @@ class Cluster:
         return output_tokens(self._workload.requests[served.number])
 
     def _end(self, served: ServedRequest, outcome: RequestOutcome, now_s: float, reason: str = "") -> None:
-        """Ends a request. The next turn of its session comes after the user's thinking time."""
+        """Ends a request. The next turn of its session comes after the user's thinking time; after its last
+        turn the next session begins."""
         if served.outcome in (RequestOutcome.FINISHED, RequestOutcome.REJECTED):
             raise BookkeepingError(
                 f"request {served.number} ended twice: {served.outcome.value}, then {outcome}"
@@ -246,6 +273,8 @@ class Cluster:
             latencies_s = {"ttft": served.ttft_s, "tpot": served.tpot_s, "e2e": served.e2e_s}
             self.control.finished(str(served.number), (served.prefill, served.decode), latencies_s)
         after = self._workload.follows.get(served.number)
+        if after is None and self._sessions:
+            after = self._sessions.popleft()
         if after is not None:
             self._at(now_s + self._workload.times_s[after], self._arrive, after)
 

@@ -6,6 +6,7 @@ fleet: instances report every `report_s` seconds, and KV events take `event_dela
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,6 @@ from sagellm.core.protocols.router import (
     RequestMetadata,
 )
 from sagellm.core.types import Namespace, Request
-
-At = Callable[..., None]
-"""`at(time_s, action, *given)`: call `action(time_s, *given)` then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,10 @@ class SimulatedControlPlane:
         self._names = [instance.name for instance in instances]
         self._reports: dict[str, ExecutionInstance] = {}
         self._num_expected: Callable[[Instance], int] = lambda instance: 0
+        self._coming: list[tuple[float, int, str, KVEventItem]] = []  # a heap: when, number, instance, event
+        self._num_events = 0
 
-    def begin(self, at: At, num_expected: Callable[[Instance], int]) -> None:
+    def begin(self, num_expected: Callable[[Instance], int]) -> None:
         """Lets the instances' events reach the index. `num_expected(instance)`: requests that the front knows
         to come to an instance."""
         self._num_expected = num_expected
@@ -88,16 +88,16 @@ class SimulatedControlPlane:
         for instance in self._instances:
             self.index.join(instance.name)
             for kind in (BlocksStored, BlocksRemoved, IndexCleared):
-                instance.events.subscribe(kind, partial(self._on_event, at, instance))
+                instance.events.subscribe(kind, partial(self._on_event, instance))
 
-    def _on_event(self, at: At, instance: Instance, event: KVEventItem) -> None:
+    def _on_event(self, instance: Instance, event: KVEventItem) -> None:
+        """Events are on the way for `event_delay_s`. They are kept until a look-up needs them."""
         if not self._setting.event_delay_s:
             self.index.apply(instance.name, event)
         else:
-            at(instance.clock.now() + self._setting.event_delay_s, self._apply, instance.name, event)
-
-    def _apply(self, now_s: float, name: str, event: KVEventItem) -> None:
-        self.index.apply(name, event)
+            due_s = instance.clock.now() + self._setting.event_delay_s
+            heapq.heappush(self._coming, (due_s, self._num_events, instance.name, event))
+            self._num_events += 1
 
     def _order(self, request: RequestMetadata, arrived_s: float) -> float:
         if self.admission is None:
@@ -120,10 +120,13 @@ class SimulatedControlPlane:
                 made[instance.name] = instance.report(at_s, self._num_expected(instance))
         return list(made.values())
 
-    def cached(self, request: Request) -> list[CachedPrefix]:
-        """What the index knows of a prompt, for each instance."""
+    def cached(self, request: Request, now_s: float) -> list[CachedPrefix]:
+        """What the index knows of a prompt, for each instance, from the events that came before `now_s`."""
         if not self.router.reads_cache or len(self._instances) == 1:
             return [NOT_CACHED] * len(self._instances)
+        while self._coming and self._coming[0][0] < now_s:
+            _, _, name, event = heapq.heappop(self._coming)
+            self.index.apply(name, event)
         namespace = self._instances[0].engine.kv.namespace_of(request.namespace)
         return self.index.lookup(request.tokens, namespace, self._names)
 
@@ -132,12 +135,12 @@ class SimulatedControlPlane:
         if self.admission is None:
             return ADMIT
         reports = self.reports(now_s)
-        most = max(prefix.num_device_tokens for prefix in self.cached(request))
+        most = max(prefix.num_device_tokens for prefix in self.cached(request, now_s))
         return self.admission.decide(metadata(request, now_s), reports, num_waiting, most)
 
     def place(self, request: Request, now_s: float) -> tuple[Placement, list[CachedPrefix]]:
         """A placement, and what the index knows each instance to have cached."""
-        cached = self.cached(request)
+        cached = self.cached(request, now_s)
         if len(self._instances) == 1:
             return Placement(self._names[0], self._names[0], "the only one"), cached
         return self.router.place(metadata(request, now_s), self.reports(now_s), cached), cached

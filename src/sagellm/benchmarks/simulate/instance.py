@@ -16,7 +16,7 @@ from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, Req
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
-from sagellm.core.types import Request, RequestOutput
+from sagellm.core.types import FinishReason, Request, RequestOutput
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
 from sagellm.kvmgr.manager import KVCacheManager
@@ -221,7 +221,8 @@ class _QueuedTokens:
 
 
 class Instance:
-    """An engine, its role and its log. `ended` holds finish events until they are taken."""
+    """An engine, its role and its log. `ended` holds finish events until they are taken; `step_began_s`: when
+    the last step began."""
 
     def __init__(self, name: str, config: Config, backend: BackendFactory, role: Role = "both") -> None:
         self.name = name
@@ -236,6 +237,7 @@ class Instance:
         self.ended: list[RequestFinished] = []
         self.outputs: Sequence[RequestOutput] = ()
         self.stalled = False
+        self.step_began_s = 0.0
         self._idle_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         events.subscribe(RequestScheduled, self._on_scheduled)
@@ -281,6 +283,7 @@ class Instance:
             if self.token_times.steady and isinstance(engine, SimulatedEngine):
                 steps = engine.fast_forward(until_s)
             if steps is not None:
+                self.step_began_s = steps.times_s[-2]
                 self.step_log.add_equal_steps(steps, engine.kv)
                 self._queued.compute(steps.num_steps * steps.num_prefill_tokens)
             else:
@@ -292,7 +295,7 @@ class Instance:
 
     def _step(self, next_event_s: float) -> None:
         engine, step_log, number = self.engine, self.step_log, len(self.step_log)
-        began_s = self.clock.now()
+        began_s = self.step_began_s = self.clock.now()
         self.outputs = engine.step()
         if len(step_log) > number:
             plan = engine.last_plan
@@ -312,15 +315,19 @@ class Instance:
         self.clock.advance_to(until_s)
         self.stalled = self._idle_s > PATIENCE_S
 
-    def take_ended(self) -> list[RequestFinished]:
-        """Returns the requests that ended since the last call."""
-        taken = self.ended[:]
+    def take_ended(self) -> list[tuple[RequestFinished, str]]:
+        """Returns the requests that ended since the last call, and why those failed that did.
+
+        Call it after each `advance`."""
+        taken = [(event, self._error_of(event)) for event in self.ended]
         self.ended.clear()
         return taken
 
-    def error_of(self, request_id: str) -> str:
-        """Returns the reason for which a request failed in the last step."""
-        errors = [output.error for output in self.outputs if output.request_id == request_id and output.error]
+    def _error_of(self, event: RequestFinished) -> str:
+        if event.reason != FinishReason.ERROR.value:
+            return ""
+        name = event.request_id
+        errors = [output.error for output in self.outputs if output.request_id == name and output.error]
         return errors[-1] if errors else "the engine gave no reason"
 
     def num_cached(self, request: Request) -> int:

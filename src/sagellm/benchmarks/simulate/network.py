@@ -53,6 +53,11 @@ class Links:
                 f"{self.bytes_per_s} bytes/s and {self.latency_s} s"
             )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way, nor waits for it."""
+        return not self._transfers and not any(self._promised.values())
+
     def send(self, transfer: PromptTransfer) -> None:
         """Puts the transfer into the queue of its target."""
         name, request = transfer.target.name, transfer.request

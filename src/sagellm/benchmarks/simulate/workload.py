@@ -152,7 +152,9 @@ class WorkloadSpec:
     """How a trace becomes a workload.
 
     `closed_loop`: the next turn of a session comes a pause after the last answer, without it at the trace's
-    time. The pause is the trace's (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that
+    time. `agents`: so many sessions run at once in a closed loop, from 0 s on, and each that ends lets the
+    next one of the trace begin; without it sessions begin at the trace's times. The pause is the trace's
+    (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that
     mean; 0 is no pause. High priority has a share, drawn by seed, of the requests with fewer than
     `high_priority_below` uncached tokens (see `uncached_tokens`).
     `max_requests`: only the first of the trace.
@@ -160,6 +162,7 @@ class WorkloadSpec:
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     closed_loop: bool = False
+    agents: int | None = None
     think_s: float | None = None
     high_priority_share: float = 0.0
     high_priority_below: int = 2000
@@ -170,6 +173,8 @@ class WorkloadSpec:
         share, below = self.high_priority_share, self.high_priority_below
         if self.think_s is not None and not (self.think_s >= 0 and math.isfinite(self.think_s)):
             raise ConfigError(f"the time to think must be 0 or more seconds, got {self.think_s}")
+        if self.agents is not None and not (self.closed_loop and self.agents >= 1):
+            raise ConfigError(f"agents needs a closed loop and is at least 1, got {self.agents}")
         if not 0 <= share <= 1:
             raise ConfigError(f"the share of high priority must be 0 to 1, got {share}")
         if below < 0:
@@ -185,7 +190,8 @@ class SimulatedWorkload:
     """Requests by number.
 
     `times_s[i]` is the arrival of request i; for a later turn (`follows[i]` is set) it is the pause after the
-    answer to the request that it follows. `rate`: mean arrivals per second of requests that follow no other.
+    answer to the request that it follows. `waiting`: first turns that begin when other sessions end, in
+    order; their times are 0. `rate`: mean arrivals per second of requests that follow no other.
     `left_out`: requests of the trace that the model cannot hold, and those beyond `max_requests`.
     """
 
@@ -194,6 +200,7 @@ class SimulatedWorkload:
     requests: tuple[TraceRequest, ...]
     times_s: tuple[float, ...]
     follows: Mapping[int, int] = field(default_factory=dict)
+    waiting: tuple[int, ...] = ()
     priorities: tuple[int, ...] = ()
     rate: float = math.inf
     rate_scale: float = 1.0
@@ -201,7 +208,7 @@ class SimulatedWorkload:
 
     def first(self) -> list[tuple[float, int]]:
         """Time and number of every request that does not wait for another."""
-        later = set(self.follows.values())
+        later = {*self.follows.values(), *self.waiting}
         return [(time_s, number) for number, time_s in enumerate(self.times_s) if number not in later]
 
     def described(self) -> dict[str, Any]:
@@ -213,7 +220,8 @@ class SimulatedWorkload:
             "left_out": dict(self.left_out), "arrivals": spec.arrivals.process,
             "cv": spec.arrivals.cv if spec.arrivals.process == "bursty" else None,
             "rate": _finite(self.rate), "rate_scale": _finite(self.rate_scale),
-            "closed_loop": spec.closed_loop, "think_s": spec.think_s if spec.closed_loop else None,
+            "closed_loop": spec.closed_loop, "agents": spec.agents,
+            "think_s": spec.think_s if spec.closed_loop else None,
             "high_priority_share": spec.high_priority_share, "high_priority_below": spec.high_priority_below,
             "high_priority_requests": sum(self.priorities), "seed": spec.seed,
             "prompt_tokens": sum(request.num_input_tokens for request in self.requests),
@@ -247,13 +255,18 @@ def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedW
     later = set(follows.values())
     roots = [number for number in range(len(requests)) if number not in later]
     own_s = [requests[number].time_s for number in roots]
-    times = dict(zip(roots, spec.arrivals.times(own_s, spec.seed), strict=True))
+    if spec.agents is None:
+        times = dict(zip(roots, spec.arrivals.times(own_s, spec.seed), strict=True))
+    else:
+        times = dict.fromkeys(roots, 0.0)
     times |= _pauses(requests, sorted(later), spec)
     made = [times[number] for number in range(len(requests))]
     rate = mean_rate([times[number] for number in roots])
     own = mean_rate(own_s)
     return SimulatedWorkload(
-        trace, spec, requests, tuple(made), follows, _priorities(trace, requests, spec),
+        trace, spec, requests, tuple(made), follows,
+        () if spec.agents is None else tuple(roots[spec.agents :]),
+        _priorities(trace, requests, spec),
         rate=rate,
         rate_scale=rate / own if math.isfinite(own) else 1.0,
         left_out={

@@ -14,6 +14,8 @@ from sagellm.core.errors import BookkeepingError
 MAX_EDGE_BLOCKS = 512
 DEPTH = (1 << 32) - 1
 """Mask of a position's depth; its upper bits are the number of an edge."""
+FEW_BITS = 16
+"""Up to so many bits `members` takes one by one, which is faster than as digits."""
 
 
 class Holding:
@@ -351,9 +353,14 @@ def _check_edge(edge: Edge, registered: Edge | None) -> None:
 
 def members(mask: int) -> list[int]:
     """The numbers of the bits that are set, ascending."""
-    if mask & (mask - 1):
+    if mask.bit_count() > FEW_BITS:
         return [number for number, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
-    return [mask.bit_length() - 1] if mask else []
+    numbers = []
+    while mask:
+        rest = mask & (mask - 1)
+        numbers.append((mask ^ rest).bit_length() - 1)
+        mask = rest
+    return numbers
 
 
 def num_leading(bits: int) -> int:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import compress, count
+from operator import is_not, or_
 from random import Random
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,12 +49,17 @@ _DECODE = _BITS[InstanceType.DECODING] | _BITS[InstanceType.HYBRID]
 class _View:
     """An instance's load in seconds, with what was placed on it since its report."""
 
-    __slots__ = ("free_tokens", "instance", "is_fresh", "kind", "num_requests", "queue_s", "rate", "step_s")
+    __slots__ = (
+        "free_tokens", "instance", "is_fresh", "kind", "name", "num_requests", "place", "queue_s", "rate",
+        "step_s",
+    )  # fmt: skip
 
     def __init__(
         self, instance: ExecutionInstance, rate: float, step_s: float, placed: tuple[int, int]
     ) -> None:
         self.instance = instance
+        self.name = instance.instance_id
+        self.place = 0
         self.kind = _BITS[instance.kind]
         self.is_fresh = instance.is_fresh
         self.rate = rate
@@ -117,6 +125,10 @@ class CostRouter:
     _tenants: TenantLoad = field(init=False)
     _work: RecentWork = field(init=False)
     _views: dict[str, _View] = field(init=False, default_factory=dict)
+    _seen: list[ExecutionInstance | None] = field(init=False, default_factory=list)
+    _listed: list[_View] = field(init=False, default_factory=list)
+    _kinds: int = field(init=False, default=0)
+    _all_fresh: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "load_token_s", "transfer_token_s", "transfer_latency_s", "decode_weight",
@@ -166,6 +178,8 @@ class CostRouter:
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
         view = self._views.pop(instance_id, None)
+        if view is not None and view.place < len(self._seen):
+            self._seen[view.place] = None  # made anew when next asked
         reports = view is not None and view.instance.reported_s > 0
         self._placed.finished(instance_id, reports=reports)
         self._learned.observe(instance_id, latencies_s)
@@ -179,20 +193,32 @@ class CostRouter:
     # -- costs
 
     def _all_views(self, instances: Sequence[ExecutionInstance]) -> tuple[list[_View], int, bool]:
-        """A view of each instance, their kinds, and whether all are fresh."""
-        known, views, kinds, is_fresh = self._views, [], 0, True
-        for instance in instances:
+        """A view of each instance, their kinds, and whether all are fresh.
+
+        Only those whose report is another than at the last call are made anew."""
+        listed = self._listed
+        if len(instances) != len(self._seen):
+            self._seen = [None] * len(instances)
+            del listed[len(instances) :]
+        seen = self._seen
+        changed = list(compress(count(), map(is_not, instances, seen)))
+        if not changed:
+            return listed, self._kinds, self._all_fresh
+        known = self._views
+        for place in changed:
+            instance = seen[place] = instances[place]
             view = known.get(instance.instance_id)
             if view is None or view.instance is not instance:
                 rate, step_s = self._learned.of(instance)
                 view = _View(instance, rate, step_s, self._placed.of(instance))
                 known[instance.instance_id] = view
-            views.append(view)
-            kinds |= view.kind
-            is_fresh &= view.is_fresh
-        if len(known) > 2 * len(views) + 64:  # instances that are gone
-            self._views = {view.instance.instance_id: view for view in views}
-        return views, kinds, is_fresh
+            view.place = place
+            listed[place : place + 1] = [view]
+        self._kinds = reduce(or_, (view.kind for view in listed), 0)
+        self._all_fresh = all(view.is_fresh for view in listed)
+        if len(known) > 2 * len(listed) + 64:  # instances that are gone
+            self._views = {view.name: view for view in listed}
+        return listed, self._kinds, self._all_fresh
 
     def _asked(
         self,
@@ -225,45 +251,67 @@ class CostRouter:
     ) -> list[float]:
         """What a request costs in all at each of `places`.
 
-        The sum of `_terms`, which says of what. One loop without calls, as it runs for each instance of a
-        fleet (`sagellm bench micro router`)."""
+        The sum of `_terms`, which says of what. One loop without calls for what most instances need, as it
+        runs for each instance of a fleet (`sagellm bench micro router`)."""
         num_tokens, num_output, slack_s, tpot_s, tenant, last, _, peer, peer_tokens = asked
-        most, needed = num_tokens - 1, num_tokens + num_output
-        delay, load, late = self.delay_weight, self.load_token_s, self.late_weight
-        transfer, latency_s = self.transfer_token_s, self.transfer_latency_s
+        needed, delay, late = num_tokens + num_output, self.delay_weight, self.late_weight
         decode = num_output * self.decode_weight
-        share = self._tenants.of(tenant).tokens if tenant else {}
-        mean = sum(share.values()) / len(views)
-        costs = []
-        for i in places:
-            view, (on_device, in_all) = views[i], cached[i]
-            if in_all > most:
-                in_all, on_device = most, min(most, on_device)
-            rate, step_s, ttft_s, compute = view.rate, view.step_s, view.queue_s, num_tokens - in_all
-            if peer_tokens > in_all and i != peer:
-                fetch_s = latency_s + (peer_tokens - in_all) * transfer
-                if fetch_s < (peer_tokens - in_all) * rate:
-                    ttft_s += fetch_s
-                    compute = num_tokens - peer_tokens
-            prefill_s = compute * rate
-            ttft_s += prefill_s
-            if in_all != on_device:
-                ttft_s += (in_all - on_device) * min(load, rate)
+        costs, num_views = list[float](), len(views)
+        add = costs.append
+        if len(places) != num_views:
+            views, cached = [views[i] for i in places], [cached[i] for i in places]
+            peer = places.index(peer) if peer in places else -1
+        before, uncached, missing, is_plain = None, 0, 0, False
+        for view, prefix in zip(views, cached, strict=True):
+            if prefix is not before:  # most instances share one
+                before, (on_device, in_all) = prefix, prefix
+                uncached, missing = num_tokens - in_all, needed - on_device
+                is_plain = on_device == in_all and peer_tokens <= in_all < num_tokens
+            if not is_plain or missing > view.free_tokens:
+                add(self._cost(asked, view, prefix, is_peer=len(costs) == peer))
+                continue
+            rate, step_s = view.rate, view.step_s
+            prefill_s = uncached * rate
+            ttft_s = view.queue_s + prefill_s
             cost = ttft_s + prefill_s * delay * view.num_requests + decode * step_s
-            if needed - on_device > view.free_tokens:
-                cost += (needed - on_device - view.free_tokens) * rate
             if ttft_s > slack_s:
                 cost += (ttft_s - slack_s) * late
             if step_s > tpot_s:
                 cost += (step_s - tpot_s) * num_output * late
-            if share:
-                excess = share.get(view.instance.instance_id, 0.0) - mean
-                cost += max(0.0, excess) * rate * self.tenant_weight
-            costs.append(cost)
-        for at, i in enumerate(places) if last else ():
-            if views[i].instance.instance_id == last:
+            add(cost)
+        share = self._tenants.of(tenant).tokens if tenant else None
+        if share:
+            mean = sum(share.values()) / num_views
+            for at, view in enumerate(views):
+                excess = share.get(view.name, 0.0) - mean
+                if excess > 0:
+                    costs[at] += excess * view.rate * self.tenant_weight
+        for at, view in enumerate(views) if last else ():
+            if view.name == last:
                 costs[at] -= self.affinity_s
         return costs
+
+    def _cost(self, asked: _Request, view: _View, prefix: CachedPrefix, *, is_peer: bool) -> float:
+        """The same of one instance, with what lower tiers, fetching and a full memory add."""
+        in_all = min(prefix.num_tokens, asked.num_tokens - 1)
+        on_device = min(prefix.num_device_tokens, in_all)
+        rate, ttft_s, compute = view.rate, view.queue_s, asked.num_tokens - in_all
+        gain = asked.peer_tokens - in_all
+        if gain > 0 and not is_peer:
+            fetch_s = self.transfer_latency_s + gain * self.transfer_token_s
+            if fetch_s < gain * rate:
+                ttft_s += fetch_s
+                compute -= gain
+        prefill_s = compute * rate
+        ttft_s += prefill_s
+        ttft_s += (in_all - on_device) * min(self.load_token_s, rate)
+        cost = ttft_s + prefill_s * self.delay_weight * view.num_requests
+        cost += asked.num_output * self.decode_weight * view.step_s
+        missing = asked.num_tokens + asked.num_output - on_device - view.free_tokens
+        cost += max(0.0, missing) * rate
+        cost += max(0.0, ttft_s - asked.slack_s) * self.late_weight
+        cost += max(0.0, view.step_s - asked.tpot_s) * asked.num_output * self.late_weight
+        return cost
 
     def _terms(
         self,
@@ -276,7 +324,7 @@ class CostRouter:
     ) -> dict[str, float]:
         """The terms of a request's cost on an instance, by name. `decodes`: it stays there for its answer."""
         view, prefix = views[place], cached[place]
-        name, rate = view.instance.instance_id, view.rate
+        name, rate = view.name, view.rate
         in_all = min(prefix.num_tokens, asked.num_tokens - 1)
         on_device = min(prefix.num_device_tokens, in_all)
         compute = asked.num_tokens - in_all
@@ -321,12 +369,12 @@ class CostRouter:
         guessed = list(cached)
         for i, view in enumerate(views):
             if not view.is_fresh:
-                tokens = asked.last_tokens if view.instance.instance_id == asked.last else 0
+                tokens = asked.last_tokens if view.name == asked.last else 0
                 guessed[i] = CachedPrefix(tokens, tokens)
         stale = [i for i in places if not views[i].is_fresh]
         drawn = stale if len(stale) < 2 else self._random.sample(stale, 2)
         kept = {min(drawn, key=lambda i: (views[i].queue_s, views[i].num_requests), default=-1)}
-        kept |= {i for i in stale if views[i].instance.instance_id == asked.last}
+        kept |= {i for i in stale if views[i].name == asked.last}
         return guessed, [i for i in places if views[i].is_fresh or i in kept]
 
     def _choose(self, places: Sequence[int], costs: Sequence[float]) -> int:
@@ -371,11 +419,11 @@ class CostRouter:
         terms = self._terms(asked, views, cached, prefill, decodes=False)
         late = self._decode_terms(asked, views[decode], cached[decode])
         terms |= {f"decode_{name}" if name in terms else name: value for name, value in late.items()}
-        names = views[prefill].instance.instance_id, views[decode].instance.instance_id
+        names = views[prefill].name, views[decode].name
         self._count(request, asked, views[prefill], cached[prefill], stays=names[1])
         views[decode].num_requests += 1
         self._placed.add(names[1], 0)
-        fetch_from = views[asked.peer].instance.instance_id if "fetch" in terms else ""
+        fetch_from = views[asked.peer].name if "fetch" in terms else ""
         return Placement(*names, reason, terms, fetch_from)
 
     def _decode_terms(self, asked: _Request, view: _View, prefix: CachedPrefix) -> dict[str, float]:
@@ -402,11 +450,11 @@ class CostRouter:
         chosen: int,
     ) -> Placement:
         view = views[chosen]
-        name = view.instance.instance_id
+        name = view.name
         terms = self._terms(asked, views, cached, chosen)
         reason = f"{cached[chosen].num_device_tokens} tokens cached, {view.queue_s:.3g} s ahead"
         self._count(request, asked, view, cached[chosen], stays=name)
-        fetch_from = views[asked.peer].instance.instance_id if "fetch" in terms else ""
+        fetch_from = views[asked.peer].name if "fetch" in terms else ""
         return Placement(name, name, reason, terms, fetch_from)
 
     def _count(
@@ -414,7 +462,7 @@ class CostRouter:
     ) -> None:
         """Remember what this placement adds to the instance that computes the prompt. `stays`: where the
         request ends, and so where the next turn of its session finds its KV."""
-        name = view.instance.instance_id
+        name = view.name
         compute = asked.num_tokens - min(prefix.num_tokens, asked.num_tokens - 1)
         self._learned.predict(name, view.queue_s + compute * view.rate)
         self._work.add(compute * view.rate)

@@ -136,7 +136,7 @@ class PrefixIndex:
         self._instances: dict[str, _Instance] = {}
         self._free: list[int] = []
         self._tiered = 0  # bitmask of instances with blocks below the device
-        self._asked: tuple[str, ...] = ()  # the last ids that were asked for, and their indexes
+        self._asked: tuple[str, ...] | None = None  # the last ids that were asked for, and their indexes
         self._asked_indexes: list[int] = []
 
     @property
@@ -157,7 +157,7 @@ class PrefixIndex:
             self._clear(instance, list(instance.known))
             del self._instances[instance_id]
             self._free.append(instance.index)
-            self._asked = ()
+            self._asked = None
 
     def is_fresh(self, instance_id: str) -> bool:
         """Whether all of the instance's cache is known; False without such an instance."""
@@ -181,41 +181,47 @@ class PrefixIndex:
         if instance is None:
             index = self._free.pop() if self._free else len(self._instances)
             instance = self._instances[instance_id] = _Instance(index)
-            self._asked = ()
+            self._asked = None
         return instance
 
     # -- read
 
     def lookup(self, tokens: Tokens, namespace: Namespace, instance_ids: Iterable[str]) -> list[CachedPrefix]:
-        """How much of a prompt each instance has, in the order of `instance_ids`. The same tuple of ids as
-        the time before is fastest."""
-        found = [NOT_CACHED] * (len(self._instances) + len(self._free) + 1)  # the last: unknown instances
+        """How much of a prompt each instance has, in the order of `instance_ids`."""
         roots = self._tree.roots.get(_space(namespace.tenant, namespace.adapter))
         data = tokens.tobytes() if roots else b""
+        unknown = len(self._instances) + len(self._free)  # the last entry: instances that are not known
+        found = [NOT_CACHED] * (unknown + 1)
+        is_first = True
         for block_bytes, root in roots.items() if roots else ():
             path, end = self._tree.walk(root, data)
             if not path:
                 continue
             block_tokens = block_bytes // TOKEN_BYTES
-            for mask, num_blocks in leading_on_device(path, end):
-                prefix = CachedPrefix(num_blocks * block_tokens, num_blocks * block_tokens)
-                for index in members(mask):
-                    if prefix > found[index]:
-                        found[index] = prefix
+            groups = [
+                (mask, CachedPrefix(num_blocks * block_tokens, num_blocks * block_tokens))
+                for mask, num_blocks in leading_on_device(path, end)
+            ]
+            if is_first:
+                found, is_first = _spread(groups, unknown + 1), False
+            else:
+                for mask, prefix in groups:
+                    for index in members(mask):
+                        found[index] = max(found[index], prefix)
             for mask, num_blocks in leading_in_any(path, end, self._tiered) if self._tiered else ():
                 for index in members(mask):
                     if num_blocks * block_tokens > found[index].num_tokens:
                         found[index] = found[index]._replace(num_tokens=num_blocks * block_tokens)
-        return [found[index] for index in self._indexes(instance_ids)]
+        return list(map(found.__getitem__, self._indexes(instance_ids)))
 
     def _indexes(self, instance_ids: Iterable[str]) -> list[int]:
-        if instance_ids is self._asked:
-            return self._asked_indexes
-        known = self._instances
-        indexes = [known[name].index if name in known else -1 for name in instance_ids]
-        if isinstance(instance_ids, tuple):
-            self._asked, self._asked_indexes = instance_ids, indexes
-        return indexes
+        """The index of each instance; -1: not known. Those of the last call are kept."""
+        asked = tuple(instance_ids)
+        if asked != self._asked:
+            known = self._instances
+            self._asked = asked
+            self._asked_indexes = [known[name].index if name in known else -1 for name in asked]
+        return self._asked_indexes
 
     # -- write
 
@@ -532,6 +538,22 @@ def _keys(hashes: Sequence[BlockHash]) -> list[int]:
         else int.from_bytes(block_hash[-_HASH_BYTES:], "big")
         for block_hash in hashes
     ]
+
+
+def _spread(groups: list[tuple[int, CachedPrefix]], size: int) -> list[CachedPrefix]:
+    """The prefix of each instance, by index, from disjoint bitmasks of instances with one prefix.
+
+    Of a large fleet most instances have the same, as a common system prompt: it fills the list."""
+    rest = (1 << size) - 1
+    for mask, _ in groups:
+        rest ^= mask
+    groups = [*groups, (rest, NOT_CACHED)]
+    most, common = max(groups, key=lambda group: group[0].bit_count())
+    found = [common] * size
+    for mask, prefix in groups:
+        for index in members(mask) if mask != most else ():
+            found[index] = prefix
+    return found
 
 
 def _space(tenant: str, adapter: str) -> tuple[str, str]:
