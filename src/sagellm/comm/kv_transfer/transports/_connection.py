@@ -149,7 +149,7 @@ class PeerSocket:
             if self.left <= 0:
                 return
             if self.ready:
-                if self.take_whole is None or not self.take_whole():
+                if self.num_discarded or self.take_whole is None or not self.take_whole():
                     self._use_ready()
                 continue
             try:
