@@ -147,6 +147,7 @@ class PeerSocket:
             while not self.views and not self.num_discarded:
                 self.then()
             if self.left <= 0:
+                self._set_least()
                 return
             if self.ready:
                 if self.num_discarded or self.take_whole is None or not self.take_whole():
