@@ -104,13 +104,15 @@ void store_past_cache(char* target, Lanes data) {
 #endif
 }
 
-template <bool past_cache>
-Lanes copied(const char* source, char* target) {
+enum class Write { NOTHING, CACHED, PAST_CACHE };
+
+template <Write write>
+Lanes taken(const char* source, char* target) {
   __builtin_prefetch(source + AHEAD);
   const Lanes data = at<Lanes>(source);
-  if constexpr (past_cache) {
+  if constexpr (write == Write::PAST_CACHE) {
     store_past_cache(target, data);
-  } else {
+  } else if constexpr (write == Write::CACHED) {
     std::memcpy(target, &data, sizeof data);
   }
   return data;
@@ -121,20 +123,20 @@ struct Progress {
   Hash hash;
   int64_t left, in_block = 0;
 
-  template <bool past_cache>
+  template <Write write>
   void take(const char* source, char* target, int64_t stripes) {
     while (stripes) {
       if (!left) {
-        hash.add(copied<past_cache>(source, target), LAST_AT);
+        hash.add(taken<write>(source, target), LAST_AT);
         return;
       }
       int64_t now = STRIPES_PER_BLOCK - in_block;
       if (now > stripes) now = stripes;
       if (now > left) now = left;
       for (int64_t stripe = 0; stripe < now; ++stripe) {
-        hash.add(copied<past_cache>(source, target), (in_block + stripe) * 8);
+        hash.add(taken<write>(source, target), (in_block + stripe) * 8);
         source += STRIPE;
-        target += STRIPE;
+        if constexpr (write != Write::NOTHING) target += STRIPE;
       }
       in_block += now;
       stripes -= now;
@@ -147,25 +149,59 @@ struct Progress {
   }
 };
 
-}  // namespace
+struct Piece {
+  int64_t address, size;
+};
 
-// Copies pieces, one behind the other, and returns their checksum. Sizes in bytes are multiples of 64, and
-// more than 240 together; targets do not overlap sources. `past_cache`: targets are not read soon.
-extern "C" __attribute__((visibility("default"))) uint64_t sagellm_copy_with_checksum(
-    int64_t count, const char* const* sources, char* const* targets, const int64_t* sizes, int past_cache) {
-  int64_t size = 0;
-  for (int64_t piece = 0; piece < count; ++piece) size += sizes[piece];
+// Sources are read one behind the other and fill targets so; without targets they are only read.
+uint64_t copied(const Piece* source, int64_t num_sources, const Piece* target, int64_t num_targets,
+                bool past_cache) {
+  int64_t size = 0, done = 0;
+  for (int64_t piece = 0; piece < num_sources; ++piece) size += source[piece].size;
   Progress progress = {.left = size / STRIPE - 1};
-  for (int64_t piece = 0; piece < count; ++piece) {
-    const int64_t stripes = sizes[piece] / STRIPE;
-    if (past_cache && reinterpret_cast<uintptr_t>(targets[piece]) % STRIPE == 0) {
-      progress.take<true>(sources[piece], targets[piece], stripes);
-    } else {
-      progress.take<false>(sources[piece], targets[piece], stripes);
+  for (int64_t piece = 0; piece < num_sources; ++piece) {
+    const auto* from = reinterpret_cast<const char*>(source[piece].address);
+    int64_t left = source[piece].size;
+    if (!num_targets) {
+      progress.take<Write::NOTHING>(from, nullptr, left / STRIPE);
+      continue;
+    }
+    while (left) {
+      const int64_t now = left < target->size - done ? left : target->size - done;
+      auto* to = reinterpret_cast<char*>(target->address) + done;
+      if (past_cache && reinterpret_cast<uintptr_t>(to) % STRIPE == 0) {
+        progress.take<Write::PAST_CACHE>(from, to, now / STRIPE);
+      } else {
+        progress.take<Write::CACHED>(from, to, now / STRIPE);
+      }
+      from += now;
+      left -= now;
+      done += now;
+      if (done == target->size) {
+        ++target;
+        done = 0;
+      }
     }
   }
-#if defined(__AVX2__)
-  _mm_sfence();  // other threads see the copy once they are told of it
-#endif
   return progress.hash.merged(size);
+}
+
+}  // namespace
+
+// Copies each of `count` chunks from its sources to its targets, or only reads it where it has no targets,
+// and stores its checksum. `words` has for each chunk: how many sources and targets, then address and size of
+// each source and of each target. Sizes in bytes are multiples of 64 and above 0, more than 240 in a chunk,
+// and as many at its targets as at its sources; targets do not overlap sources. `past_cache`: targets are not
+// read soon.
+extern "C" __attribute__((visibility("default"))) void sagellm_copy_with_checksums(
+    int64_t count, const int64_t* words, int past_cache, uint64_t* checksums) {
+  for (int64_t chunk = 0; chunk < count; ++chunk) {
+    const int64_t num_sources = words[0], num_targets = words[1];
+    const auto* pieces = reinterpret_cast<const Piece*>(words + 2);
+    checksums[chunk] = copied(pieces, num_sources, pieces + num_sources, num_targets, past_cache);
+    words += 2 + 2 * (num_sources + num_targets);
+  }
+#if defined(__AVX2__)
+  _mm_sfence();  // other threads see the copies once they are told of them
+#endif
 }

@@ -1,17 +1,18 @@
 """xxh3 checksums (64 bits) of KV bytes, computed while they are copied.
 
 A checksum after the copy reads all bytes again, from a cache that may not hold them any more. Where a C++
-compiler is there, one pass copies and hashes (`checksums.cpp`); elsewhere pieces are copied, and each is
-hashed while the processor's cache has it.
+compiler is there, one pass copies and hashes (`checksums.cpp`), and one call does so for many chunks without
+the interpreter's lock; elsewhere pieces are copied, and each is hashed while the processor's cache has it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import logging
+from array import array
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -26,84 +27,93 @@ _STRIPE = 64
 _LEAST_BYTES = 241
 """Shorter inputs are hashed in other ways."""
 _PIECE_BYTES = 64 << 10
-_Kernel: TypeAlias = Callable[[int, object, object, object, bool], int]
+_at_first_byte = ctypes.c_char.from_buffer
+_Kernel: TypeAlias = Callable[[int, int, bool, int], None]
+Chunk: TypeAlias = tuple[Sequence[memoryview], Sequence[Buffer]]
+"""Targets and sources. Without targets, sources are only read."""
 
 
 def checksum(parts: Sequence[Buffer]) -> int:
     """xxh3 of bytes that lie in parts, one behind the other."""
-    if len(parts) == 1:
-        return xxhash.xxh3_64_intdigest(parts[0])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
+    return checksums([parts])[0]
+
+
+def checksums(chunks: Sequence[Sequence[Buffer]]) -> list[int]:
+    """xxh3 of each chunk, whose bytes lie in parts, one behind the other."""
+    return copy_with_checksums([((), parts) for parts in chunks])
 
 
 def copy_with_checksum(
     targets: Sequence[memoryview], sources: Sequence[Buffer], *, past_cache: bool = False
 ) -> int:
-    """Copy sources to targets, as if each were one piece; returns their xxh3.
+    """As `copy_with_checksums`, for one chunk."""
+    return copy_with_checksums([(targets, sources)], past_cache=past_cache)[0]
 
-    Both are views of bytes that do not overlap, writable ones as targets. `past_cache`: the targets are not
-    read soon, and the processor's cache is left to others. Raises `ValueError` if sources and targets have
-    not the same number of bytes.
+
+def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) -> list[int]:
+    """Copy each chunk's sources to its targets, as if each were one piece; returns the xxh3 of each.
+
+    A chunk without targets is only read. Targets are writable and do not overlap sources. `past_cache`:
+    targets are not read soon, and the processor's cache is left to others. Raises `ValueError` if sources and
+    targets of a chunk have not the same number of bytes; then nothing is copied.
     """
-    pairs = _paired(_views(targets), _views(sources))
-    sizes = [len(target) for target, _ in pairs]
-    kernel = checksum_kernel()
-    if kernel is None or sum(sizes) < _LEAST_BYTES or any(size % _STRIPE for size in sizes):
-        return _copied_in_pieces(pairs)
+    kernel, words = checksum_kernel(), list[int]()
     try:
-        to_at, from_at = ([_address(view) for view in side] for side in zip(*pairs, strict=True))
+        if kernel is None or not all(_describe(chunk, words) for chunk in chunks):
+            return [_copied_in_pieces(chunk) for chunk in chunks]
     except TypeError:  # memory that is only read has no address for ctypes
-        return _copied_in_pieces(pairs)
-    pointers, lengths = ctypes.c_void_p * len(sizes), ctypes.c_int64 * len(sizes)
-    return kernel(len(sizes), pointers(*from_at), pointers(*to_at), lengths(*sizes), past_cache)
+        return [_copied_in_pieces(chunk) for chunk in chunks]
+    program, found = array("q", words), array("Q", bytes(8 * len(chunks)))
+    kernel(len(chunks), program.buffer_info()[0], past_cache, found.buffer_info()[0])
+    return found.tolist()
 
 
-def _copied_in_pieces(pairs: Sequence[tuple[memoryview, memoryview]]) -> int:
+def _describe(chunk: Chunk, words: list[int]) -> bool:
+    """Append what the kernel must know of a chunk; False if it cannot take it.
+
+    Raises `ValueError` for different sizes, `TypeError` for memory that is only read.
+    """
+    at, sums, borders = len(words), [], 0
+    words += (0, 0)
+    for pieces in (chunk[1], chunk[0]):
+        num_bytes = 0
+        for piece in pieces:
+            size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+            if size:  # memory of no bytes has no address
+                words += (addressof(_at_first_byte(piece)), size)
+                num_bytes += size
+                borders |= size
+        sums.append(num_bytes)
+        if len(sums) == 1:
+            words[at] = (len(words) - at) // 2 - 1
+    words[at + 1] = (len(words) - at) // 2 - 1 - words[at]
+    if sums[0] != sums[1] and chunk[0]:
+        raise ValueError(f"{sums[0]} bytes are copied to {sums[1]}")
+    return sums[0] >= _LEAST_BYTES and not borders % _STRIPE
+
+
+def _copied_in_pieces(chunk: Chunk) -> int:
     """What the kernel does, without it."""
-    state = xxhash.xxh3_64()
-    for target, source in pairs:
-        for first in range(0, len(source), _PIECE_BYTES):
-            piece = slice(first, first + _PIECE_BYTES)
-            target[piece] = source[piece]
-            state.update(target[piece])
+    state, (targets, sources) = xxhash.xxh3_64(), chunk
+    if not targets:
+        for source in sources:
+            state.update(source)
+        return state.intdigest()
+    num_bytes = [sum(memoryview(piece).nbytes for piece in pieces) for pieces in (sources, targets)]
+    if num_bytes[0] != num_bytes[1]:
+        raise ValueError(f"{num_bytes[0]} bytes are copied to {num_bytes[1]}")
+    free = iter([memoryview(target).cast("B") for target in targets])
+    target = memoryview(b"")
+    for source in sources:
+        left = memoryview(source).cast("B")
+        while left:
+            while not target:
+                target = next(free)
+            size = min(len(left), len(target), _PIECE_BYTES)
+            target[:size] = left[:size]
+            state.update(target[:size])
+            left, target = left[size:], target[size:]
     return state.intdigest()
-
-
-def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Of bytes; without empty ones, which have no address."""
-    return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-
-
-def _paired(
-    targets: Sequence[memoryview], sources: Sequence[memoryview]
-) -> list[tuple[memoryview, memoryview]]:
-    """Pieces of equal sizes: both cut where one has a border."""
-    target_ends, source_ends = ([*itertools.accumulate(map(len, side))] for side in (targets, sources))
-    if target_ends == source_ends:
-        return list(zip(targets, sources, strict=True))
-    if (target_ends or [0])[-1] != (source_ends or [0])[-1]:
-        raise ValueError(f"{(source_ends or [0])[-1]} bytes are copied to {(target_ends or [0])[-1]}")
-    borders = sorted({*target_ends, *source_ends})
-    return list(zip(_cut(targets, borders), _cut(sources, borders), strict=True))
-
-
-def _cut(views: Sequence[memoryview], borders: Sequence[int]) -> list[memoryview]:
-    """The views cut at positions, which count from the first byte of all."""
-    found, at, ends = [], 0, iter(borders)
-    for view in views:
-        begin, end = at, at + len(view)
-        while at < end:
-            border = next(ends)
-            found.append(view[at - begin : border - begin])
-            at = border
-    return found
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @functools.cache
@@ -119,7 +129,7 @@ def checksum_kernel() -> _Kernel | None:
     except KernelError as error:
         log.warning("KV bytes are copied and checked in two passes: %s", error)
         return None
-    function = library.sagellm_copy_with_checksum
-    function.argtypes = (ctypes.c_int64, *(ctypes.c_void_p,) * 3, ctypes.c_int)
-    function.restype = ctypes.c_uint64
+    function = library.sagellm_copy_with_checksums
+    function.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    function.restype = None
     return cast(_Kernel, function)

@@ -236,12 +236,12 @@ def test_a_write_that_comes_after_the_end_changes_no_block() -> None:
             if not message.is_chunk:
                 super().take(link, message)
                 return
-            data, head = memoryview(b"".join(message.payload)), ChunkHead.unpack(message.head)
+            data, head = [memoryview(b"".join(message.payload))], ChunkHead.unpack(message.head)
             for wrong in (head._replace(epoch=head.epoch + 1), head._replace(number=99)):
-                assert self._endpoint.place(link, wrong.pack(), len(data)) is None
-            places.append((self._endpoint.place(link, message.head, len(data)), data))
+                assert self._endpoint.place(link, wrong.pack(), len(data[0])) is None
+            places.append((self._endpoint.place(link, message.head, len(data[0])), data))
 
-    options = ChannelOptions(chunk_bytes=LAYOUT.bytes_per_block)
+    options = ChannelOptions(chunk_bytes=LAYOUT.bytes_per_block, together=1)
     source = Instance("a", InProcessTransport("a", network), options=options)
     target = Instance("b", Holding("b", network), options=options, num_blocks=6)
     introduce(source, target)

@@ -210,7 +210,7 @@ def test_a_chunk_that_was_made_for_a_lost_link_is_not_sent(scene: Scene) -> None
     assert len(sender._left) == 1
     assert not sender._idle
     num_reads, sent = scene.fabric.num_reads, threading.Event()
-    [first, second] = [each for each in reserved if each is not None]
+    [[first], [second]] = [each for each in reserved if each is not None]
     sender.post(link, Message(5, b"", [first], is_chunk=True, token=1))
     sender.call(sent.set)
     assert sent.wait(10)

@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 
 class NotingTransport(InProcessTransport):
-    """Notes which chunk leaves."""
+    """Notes which chunks leave."""
 
     log: list[Event]
     channel: TransferChannel
@@ -49,8 +49,8 @@ class NotingTransport(InProcessTransport):
             head = ChunkHead.unpack(message.head)
             transfer = self.channel._sender._transfers[head.transfer]
             assert transfer.accept is not None
-            chunk = transfer.plan[head.number]
-            self.log.append(Event("sent", chunk.num_layers, transfer.accept.first + chunk.stop))
+            for chunk in transfer.plan[head.numbers.start : head.numbers.stop]:
+                self.log.append(Event("sent", chunk.num_layers, transfer.accept.first + chunk.stop))
         super().post(link, message)
 
 

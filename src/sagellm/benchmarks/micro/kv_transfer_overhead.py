@@ -85,12 +85,13 @@ def _counted(kind: str, spent: TransferCosts) -> Any:
         def _register(self, sock: Any, link: int, *, is_ours: bool) -> Any:
             return super()._register(_Timed(sock, _SOCKET_CALLS, spent), link, is_ours=is_ours)
 
-        def _take_head(self, connection: Any, found: Any, head: bytes) -> None:
+        def _take_chunk(self, connection: Any, found: Any, head: bytes) -> None:
             spent.framed(PREFIX.size + len(head))
-            super()._take_head(connection, found, head)
+            super()._take_chunk(connection, found, head)
 
         def _take_message(self, connection: Any, message: Message) -> None:
-            spent.framed(sum(memoryview(part).nbytes for part in message.payload))
+            payload_bytes = sum(memoryview(part).nbytes for part in message.payload)
+            spent.framed(PREFIX.size + len(message.head) + payload_bytes)
             super()._take_message(connection, message)
 
     return Counted(**transport_options(kind))
@@ -102,7 +103,7 @@ def _timed_copies(spent: TransferCosts) -> Iterator[None]:
     replaced = [
         (module, name, getattr(module, name))
         for module in (blocks, arriving_chunks)
-        for name in ("copy_with_checksum", "checksum")
+        for name in ("copy_with_checksums", "checksums")
     ]
     for module, name, call in replaced:
         setattr(module, name, spent.timed(COPIES, call))

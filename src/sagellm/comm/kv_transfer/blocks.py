@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from sagellm.comm.kv_transfer.chunks import ChunkSpan, cut_views
 from sagellm.comm.kv_transfer.layouts import Agreement, reorder
 from sagellm.comm.kv_transfer.options import CodecOf
-from sagellm.core.checksums import checksum, copy_with_checksum
+from sagellm.core.checksums import checksums, copy_with_checksums
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, KVCodec
 from sagellm.core.protocols.kv_transfer import BlockLayout, BlockViews
@@ -47,32 +48,50 @@ class InstanceBlocks:
     # -- at the sender
 
     def payload(
-        self, ids: Sequence[int], chunk: ChunkSpan, agreed: Agreement, reserved: memoryview | None
-    ) -> tuple[str, Sequence[Buffer], int]:
-        """The codec, the bytes and the checksum of a chunk, which has blocks `ids`.
+        self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan], agreed: Agreement,
+        reserved: Sequence[memoryview] | None,
+    ) -> tuple[str, Sequence[memoryview], Sequence[int]]:  # fmt: skip
+        """The codec, the bytes and the checksums of chunks, each of which has some blocks.
 
-        The bytes are in `reserved`, if there is such memory.
+        Chunks whose bytes change come one by one. The bytes are in `reserved`, if there is such memory.
         """
-        if agreed.codec and not chunk.num_layers:
-            whole = self._gathered(ids, agreed)
-            encoded = self._codec(agreed).encode(whole)
-            is_smaller = memoryview(encoded).nbytes < len(whole)
-            codec, found = (agreed.codec, encoded) if is_smaller else (RAW, whole)
-            if reserved is None:
-                return codec, [found], checksum([found])
-            reserved = reserved[: memoryview(found).nbytes]
-            return codec, [reserved], copy_with_checksum([reserved], [found])
-        if agreed.is_reordered or self._views is None:
-            gathered = self._gathered(ids, agreed, reserved)
-            return RAW, [gathered], checksum([gathered])
+        is_encoded = agreed.codec and not chunks[0].num_layers
+        if is_encoded or agreed.is_reordered or self._views is None:
+            made = self._encoded if is_encoded else self._whole
+            return made(ids[0], agreed, None if reserved is None else reserved[0])
+        pieces = [self.views(each, chunk) for each, chunk in zip(ids, chunks, strict=True)]
         if reserved is None:
-            views = self.views(ids, chunk)
-            return RAW, views, checksum(views)
-        reserved = reserved[: chunk.num_bytes]
-        if self._is_in_small_pieces and chunk.num_bytes == len(ids) * self.bytes_per_block:
-            self._memory.read_blocks(ids, reserved)
-            return RAW, [reserved], checksum([reserved])
-        return RAW, [reserved], copy_with_checksum([reserved], self.views(ids, chunk))
+            return RAW, list(chain.from_iterable(pieces)), checksums(pieces)
+        payload = [memory[: chunk.num_bytes] for memory, chunk in zip(reserved, chunks, strict=True)]
+        targets = [[memory] for memory in payload]
+        if self._is_in_small_pieces and self._are_whole(ids, chunks):
+            for each, memory in zip(ids, payload, strict=True):
+                self._memory.read_blocks(each, memory)
+            return RAW, payload, checksums(targets)
+        return RAW, payload, copy_with_checksums(list(zip(targets, pieces, strict=True)))
+
+    def _whole(
+        self, ids: Sequence[int], agreed: Agreement, reserved: memoryview | None
+    ) -> tuple[str, Sequence[memoryview], Sequence[int]]:
+        gathered = [self._gathered(ids, agreed, reserved)]
+        return RAW, gathered, checksums([gathered])
+
+    def _encoded(
+        self, ids: Sequence[int], agreed: Agreement, reserved: memoryview | None
+    ) -> tuple[str, Sequence[memoryview], Sequence[int]]:
+        whole = self._gathered(ids, agreed)
+        encoded = memoryview(self._codec(agreed).encode(whole)).cast("B")
+        is_smaller = len(encoded) < len(whole)
+        codec, found = (agreed.codec, encoded) if is_smaller else (RAW, whole)
+        if reserved is None:
+            return codec, [found], checksums([[found]])
+        reserved = reserved[: len(found)]
+        return codec, [reserved], copy_with_checksums([([reserved], [found])])
+
+    def _are_whole(self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan]) -> bool:
+        """Whether the chunks are of whole blocks."""
+        num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        return num_bytes == sum(map(len, ids)) * self.bytes_per_block
 
     def _gathered(
         self, ids: Sequence[int], agreed: Agreement, target: memoryview | None = None
@@ -93,17 +112,24 @@ class InstanceBlocks:
 
     # -- at the receiver
 
-    def views(self, ids: Sequence[int], chunk: ChunkSpan) -> list[memoryview]:
+    def views(self, ids: Sequence[int], chunk: ChunkSpan) -> Sequence[memoryview]:
         """The memory of a chunk in its blocks."""
         assert self._views is not None
-        return cut_views(self._views(ids), self._per_block, chunk.spans)
+        views = self._views(ids)
+        if chunk.num_bytes == len(ids) * self.bytes_per_block:
+            return views
+        return cut_views(views, self._per_block, chunk.spans)
 
-    def fill(self, ids: Sequence[int], chunk: ChunkSpan, views: Sequence[memoryview], data: Buffer) -> int:
-        """Copy a chunk to its `views` in blocks; returns the checksum of it."""
-        if self._is_in_small_pieces and chunk.num_bytes == len(ids) * self.bytes_per_block:
-            self._memory.write_blocks(ids, data)
-            return checksum(views)
-        return copy_with_checksum(views, [data], past_cache=True)
+    def fill(
+        self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan],
+        views: Sequence[Sequence[memoryview]], data: Sequence[Sequence[memoryview]],
+    ) -> list[int]:  # fmt: skip
+        """Copy the data of chunks to their `views` in blocks; returns the checksum of each."""
+        if self._is_in_small_pieces and self._are_whole(ids, chunks):
+            for each, parts in zip(ids, data, strict=True):
+                self._memory.write_blocks(each, parts[0] if len(parts) == 1 else b"".join(parts))
+            return checksums(views)
+        return copy_with_checksums(list(zip(views, data, strict=True)), past_cache=True)
 
     def write(self, ids: Sequence[int], agreed: Agreement, data: Buffer) -> None:
         """Bring whole blocks from the wire, or the heads that came, into blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from sagellm.core.protocols.kv_transfer import BlockLayout
@@ -12,7 +13,7 @@ Span = tuple[int, int]
 
 
 class ChunkSpan(NamedTuple):
-    """Blocks `[first, stop)` of a transfer, of each the bytes `spans`.
+    """Blocks `[first, stop)` of a transfer, of each the bytes `spans`: `num_bytes` in all.
 
     `num_layers`: how many layers must be computed before it can be sent.
     """
@@ -20,11 +21,13 @@ class ChunkSpan(NamedTuple):
     first: int
     stop: int
     spans: tuple[Span, ...]
+    num_bytes: int
     num_layers: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return (self.stop - self.first) * sum(stop - start for start, stop in self.spans)
+    @classmethod
+    def of(cls, first: int, stop: int, spans: tuple[Span, ...], num_layers: int = 0) -> ChunkSpan:
+        num_bytes = (stop - first) * sum(end - start for start, end in spans)
+        return cls(first, stop, spans, num_bytes, num_layers)
 
 
 def cut(num_blocks: int, block_bytes: int, chunk_bytes: int, *, has_views: bool) -> list[ChunkSpan]:
@@ -35,7 +38,7 @@ def cut(num_blocks: int, block_bytes: int, chunk_bytes: int, *, has_views: bool)
     per_chunk = max(1, chunk_bytes // block_bytes)
     step = chunk_bytes if has_views and block_bytes > chunk_bytes else block_bytes
     return [
-        ChunkSpan(first, min(first + per_chunk, num_blocks), ((start, min(start + step, block_bytes)),))
+        ChunkSpan.of(first, min(first + per_chunk, num_blocks), ((start, min(start + step, block_bytes)),))
         for first in range(0, num_blocks, per_chunk)
         for start in range(0, block_bytes, step)
     ]
@@ -48,7 +51,7 @@ def cut_by_layer(num_blocks: int, layout: BlockLayout, chunk_bytes: int) -> list
         spans = layer_spans(layout, layer)
         per_chunk = max(1, chunk_bytes // sum(stop - start for start, stop in spans))
         chunks += [
-            ChunkSpan(first, min(first + per_chunk, num_blocks), spans, layer + 1)
+            ChunkSpan.of(first, min(first + per_chunk, num_blocks), spans, layer + 1)
             for first in range(0, num_blocks, per_chunk)
         ]
     return chunks
@@ -71,17 +74,23 @@ def can_cut_by_layer(layout: BlockLayout | None) -> bool:
 
 def cut_views(views: Sequence[memoryview], per_block: int, spans: Sequence[Span]) -> list[memoryview]:
     """The parts `spans` of each block, whose memory are `per_block` views each."""
-    pieces: list[tuple[int, int, int]] = []
-    for start, stop in spans:
-        begin = 0
-        for number in range(per_block):
-            end = begin + len(views[number])
-            low, high = max(start, begin), min(stop, end)
-            if low < high:
-                pieces.append((number, low - begin, high - begin))
-            begin = end
+    pieces = _pieces(tuple(map(len, views[:per_block])), tuple(spans))
     return [
         views[block + number][low:high]
         for block in range(0, len(views), per_block)
         for number, low, high in pieces
     ]
+
+
+@lru_cache(maxsize=1024)
+def _pieces(sizes: Sequence[int], spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Which views of a block, of these sizes, have bytes of the spans, and which of their bytes."""
+    pieces: list[tuple[int, int, int]] = []
+    for start, stop in spans:
+        begin = 0
+        for number, size in enumerate(sizes):
+            low, high = max(start, begin), min(stop, begin + size)
+            if low < high:
+                pieces.append((number, low - begin, high - begin))
+            begin += size
+    return pieces

@@ -120,11 +120,11 @@ class Incoming:
     def key(self) -> Key:
         return self.waiting.key
 
-    def expects(self, epoch: int, number: int) -> bool:
-        """Whether a chunk is of this transfer, neither late nor a duplicate."""
-        if self.failure is not None or epoch != self.target.arrival.epoch or number >= len(self.plan):
+    def expects(self, epoch: int, numbers: range) -> bool:
+        """Whether chunks are of this transfer, neither late nor duplicates."""
+        if self.failure is not None or epoch != self.target.arrival.epoch or numbers.stop > len(self.plan):
             return False
-        return number not in self.landed and number not in self.pending
+        return self.landed.isdisjoint(numbers) and self.pending.isdisjoint(numbers)
 
     @property
     def is_whole(self) -> bool:

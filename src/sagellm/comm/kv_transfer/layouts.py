@@ -39,6 +39,11 @@ class Agreement(NamedTuple):
     beat_s: float = 1.0
 
     @property
+    def goes_unchanged(self) -> bool:
+        """Whether parts of blocks go from memory to memory as they are, several in a message."""
+        return self.has_views and not self.codec
+
+    @property
     def is_reordered(self) -> bool:
         """Whether the sender's blocks are not on the wire as they are."""
         return self.source != self.wire

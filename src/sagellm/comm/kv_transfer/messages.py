@@ -1,7 +1,7 @@
 """The messages of a transfer, as bytes. Every field from the wire is checked for type and range.
 
-Heads are JSON, but for chunks, which have a fixed struct with a `BlockHeader`, and their ACKs. Nothing is
-unpickled. What is no message raises `KVDataError`, after which the link is reset.
+Heads are JSON, but for chunks and their ACKs, which are structs. Nothing is unpickled. What is no message
+raises `KVDataError`, after which the link is reset.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, Self
 
 from sagellm.core.errors import ConfigError, KVDataError, shown
-from sagellm.core.protocols.kv_tiers import BlockHeader
 from sagellm.core.protocols.kv_transfer import BlockLayout, TransferStatus
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_HEAD_BYTES = 64 << 10
 MAX_TOKENS = 1 << 24
 MAX_REASON = 2000
 _LARGEST = 1 << 62
 _ENDS = {each.value for each in TransferStatus} - {TransferStatus.PENDING.value}
-_CHUNK, _ACK = struct.Struct("<QQI"), struct.Struct("<QQHH")
-_HEADER_BYTES = 112
-"""Of a packed `BlockHeader` without its padding."""
+MAX_TOGETHER = 64
+"""Chunks in one message."""
+_CHUNKS, _ACK = struct.Struct("<QQI16s32s16s"), struct.Struct("<QQHH")
 
 
 class Kind(IntEnum):
@@ -43,25 +42,37 @@ class Kind(IntEnum):
 
 
 class ChunkHead(NamedTuple):
-    """In front of the payload of a chunk. `epoch`: of the arrival at the receiver; `number`: in the plan.
+    """In front of the payloads of chunks that follow one another in the plan.
 
-    The header is as in tiers. `token_hash`: of the last block that the chunk has bytes of.
+    `epoch`: of the arrival at the receiver; `number`: of the first chunk. `digest`, `token_hash` and `codec`
+    are as in the `BlockHeader` of tiers; the hash is that of the last block that the chunks have bytes of, so
+    it covers all of them. `checksums`: xxh3 of each chunk. Chunks in a codec come one by one.
     """
 
     transfer: int
     epoch: int
     number: int
-    header: BlockHeader
+    digest: bytes
+    token_hash: bytes
+    codec: str
+    checksums: tuple[int, ...]
+
+    @property
+    def numbers(self) -> range:
+        return range(self.number, self.number + len(self.checksums))
 
     def pack(self) -> bytes:
-        return _CHUNK.pack(self.transfer, self.epoch, self.number) + self.header.pack()[:_HEADER_BYTES]
+        fields = self.transfer, self.epoch, self.number, self.digest, self.token_hash, self.codec.encode()
+        return _CHUNKS.pack(*fields) + struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
 
     @classmethod
     def unpack(cls, head: bytes) -> Self:
-        if len(head) != _CHUNK.size + _HEADER_BYTES:
-            raise KVDataError(f"the head of a chunk has {_CHUNK.size + _HEADER_BYTES} bytes, not {len(head)}")
-        transfer, epoch, number = _CHUNK.unpack_from(head)
-        return cls(transfer, epoch, number, BlockHeader.unpack(head[_CHUNK.size :]))
+        count, rest = divmod(len(head) - _CHUNKS.size, 8)
+        if rest or not 1 <= count <= MAX_TOGETHER:
+            raise KVDataError(f"{len(head)} bytes are no head of 1 to {MAX_TOGETHER} chunks")
+        *fields, codec = _CHUNKS.unpack_from(head)
+        name = codec.rstrip(b"\0").decode("ascii", "replace")
+        return cls(*fields, name, struct.unpack_from(f"<{count}Q", head, _CHUNKS.size))
 
 
 class Ack(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
+from sagellm.comm.kv_transfer.messages import MAX_TOGETHER
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import KVCodec
 from sagellm.core.protocols.kv_transfer import BlockLayout
@@ -26,7 +27,8 @@ class ChannelOptions:
     """Settings of a channel.
 
     `credits`: chunks of an arrival on their way, at least one for each rank that sends heads of it;
-    `max_credits`: of all arrivals.
+    `max_credits`: of all arrivals. `together`: chunks of one message, at most; each has a checksum and a
+    credit of its own.
 
     An offer waits for room at most `offer_wait_s`. After `stall_s` without progress a transfer is given up
     or, if its link shows no sign of life either, the link is disconnected. A transfer is tried `num_retries`
@@ -37,6 +39,7 @@ class ChannelOptions:
     """
 
     chunk_bytes: int = 1 << 20
+    together: int = 8
     credits: int = 16
     max_credits: int = 128
     stall_s: float = 10.0
@@ -56,5 +59,7 @@ class ChannelOptions:
             raise ConfigError(
                 f"KV transfer: chunk_bytes is {self.chunk_bytes}, at least {LEAST_CHUNK_BYTES}; 1 MB is fast"
             )
+        if self.together > MAX_TOGETHER:
+            raise ConfigError(f"KV transfer: together is {self.together}, at most {MAX_TOGETHER}")
         if self.credits > self.max_credits or self.offer_wait_s >= self.stall_s:
             raise ConfigError("KV transfer: max_credits is at least credits, stall_s above offer_wait_s")

@@ -22,8 +22,8 @@ class Outgoing:
     blocks have layer i, never more than have layer i - 1. Chunks of the plan are in `lacking`, by the layers
     that they need, until these are computed; then they are in `todo`.
 
-    `num_posted`: chunks whose payload a transport may still read. `outcome`: how it ends, once that is known;
-    it is reported when nothing reads its blocks any more.
+    `num_posted`: messages whose payload a transport may still read. `outcome`: how it ends, once that is
+    known; it is reported when nothing reads its blocks any more.
     """
 
     ticket: Ticket
@@ -50,6 +50,9 @@ class Outgoing:
     """How many chunks the target does not have yet, by their layer; whole blocks count for the first."""
     failures: Counter[int] = field(default_factory=Counter)
     credits: int = 0
+    accepted_s: float = 0.0
+    num_landed: int = 0
+    """Chunks since then."""
     num_posted: int = 0
     is_pumping: bool = False
     num_bytes: int = 0
@@ -66,8 +69,9 @@ class Outgoing:
 
     # -- what may be sent
 
-    def begin(self, accept: Accept, plan: Sequence[ChunkSpan], max_credits: int) -> None:
+    def begin(self, accept: Accept, plan: Sequence[ChunkSpan], max_credits: int, now: float) -> None:
         """The target takes it."""
+        self.accepted_s, self.num_landed = now, 0
         self.accept, self.plan, self.credits = accept, plan, min(accept.credits, max_credits)
         self.left.clear()
         for number, chunk in enumerate(plan):
@@ -119,6 +123,7 @@ class Outgoing:
             self.in_flight.remove(number)
             self.left[self.plan[number].num_layers or 1] -= 1
             self.credits += 1
+            self.num_landed += 1
 
     @property
     def layers_there(self) -> int | None:
@@ -128,21 +133,39 @@ class Outgoing:
         lacking = (layer for layer, count in self.left.items() if count)
         return min(lacking, default=len(self.computed) + 1) - 1
 
-    def next_chunk(self) -> int | None:
-        """A chunk that may be sent now; it is in flight from then on."""
-        if self.outcome is not None or not self.credits or not self.todo:
-            return None
-        number = self.todo.popleft()
-        self.in_flight.add(number)
-        self.credits -= 1
-        return number
+    def num_within(self, time_s: float, now: float, most: int) -> int:
+        """How many chunks will land within such a time, as others have: 1 to `most`."""
+        spent_s = now - self.accepted_s
+        if self.num_landed * time_s >= most * spent_s:
+            return most
+        return max(1, int(self.num_landed * time_s / spent_s))
 
-    def take_back(self, number: int) -> None:
-        """The chunk was not sent."""
-        if number in self.in_flight:
-            self.in_flight.remove(number)
-            self.todo.appendleft(number)
-            self.credits += 1
+    def next_chunks(self, most: int) -> range:
+        """Chunks that follow one another and may be sent now; they are in flight from then on.
+
+        None, while chunks on their way will bring credits for `most`: messages would become small for good.
+        """
+        todo, num_credits = self.todo, self.credits + len(self.in_flight)
+        most = min(most, len(todo), (num_credits + 1) // 2)
+        if self.outcome is not None or not most or (self.credits < most and self.in_flight):
+            return range(0)
+        most = min(most, self.credits)
+        first = stop = todo[0]
+        while todo and todo[0] == stop and stop - first < most:
+            todo.popleft()
+            stop += 1
+        numbers = range(first, stop)
+        self.in_flight.update(numbers)
+        self.credits -= len(numbers)
+        return numbers
+
+    def take_back(self, numbers: range) -> None:
+        """The chunks were not sent."""
+        for number in reversed(numbers):
+            if number in self.in_flight:
+                self.in_flight.remove(number)
+                self.todo.appendleft(number)
+                self.credits += 1
 
     # -- what it waits for
 

@@ -182,16 +182,16 @@ class Receiver:
         return self.chunks.place(incoming, head, num_bytes, self._clock.now())
 
     def filled(self, place: Place) -> None:
-        """Verify a chunk that is in its blocks while the processor's cache has it."""
+        """Verify chunks that are in their blocks while the processor's cache has it."""
         if place.in_place:
             self._finish(place)
         else:
             self._worker.submit(self._finish, place)
 
     def _finish(self, place: Place) -> None:
-        is_good = self.chunks.verify(place)
+        good = self.chunks.verify(place)
         with self._changed:
-            if self.chunks.land(place, self._clock.now(), ok=is_good):
+            if self.chunks.land(place, self._clock.now(), good):
                 incoming = place.incoming
                 self._finished.append(incoming.key)
                 self._deadlines.set(incoming.key, incoming.waiting.beat_s)

@@ -24,7 +24,6 @@ from sagellm.comm.kv_transfer.options import ChannelOptions, HashesOf
 from sagellm.comm.kv_transfer.outgoing import Outgoing
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError, ConfigError, KVDataError
-from sagellm.core.protocols.kv_tiers import BlockHeader
 from sagellm.core.protocols.kv_transfer import (
     BlockLayout,
     KVPath,
@@ -36,6 +35,10 @@ from sagellm.core.protocols.kv_transfer import (
 )
 
 log = logging.getLogger("sagellm.kv_transfer")
+
+
+MESSAGE_SHARE = 0.05
+"""Of `stall_s`: a message of several chunks should take no longer."""
 
 
 class Sender:
@@ -182,7 +185,7 @@ class Sender:
         transfer.progress_s = self._clock.now()
         by_layer = transfer.by_layer and self._layers_lie_together(link)
         plan = plan_of(num_blocks, agreed, self._layout if by_layer else None)
-        transfer.begin(accept, plan, self._options.max_credits)
+        transfer.begin(accept, plan, self._options.max_credits, transfer.progress_s)
         self._watch(transfer)
         self._send_more(transfer)
 
@@ -193,7 +196,7 @@ class Sender:
         transfer.progress_s = self._clock.now()
         transfer.landed(ack.good)
         for number in transfer.in_flight.intersection(ack.damaged):
-            transfer.take_back(number)
+            transfer.take_back(range(number, number + 1))
             transfer.failures[number] += 1
             if transfer.failures[number] > self._options.num_retries:
                 self._fail(
@@ -413,28 +416,29 @@ class Sender:
             self._submit(transfer, agreed)
 
     def _submit(self, transfer: Outgoing, agreed: Agreement) -> None:
-        """Have a chunk made, on the transport's thread if its bytes go unchanged."""
-        if agreed.has_views and not agreed.codec:
+        """Have chunks made, on the transport's thread if their bytes go unchanged."""
+        if agreed.goes_unchanged:
             self._transport.call(partial(self._pump, transfer))
         else:
             self._worker.submit(self._pump, transfer)
 
     def _pump(self, transfer: Outgoing) -> None:
-        """Make and post a chunk, and go on while there are credits. Without the lock."""
+        """Make and post a message of chunks, and go on while there are credits. Without the lock."""
         with self._changed:
             link, accept = transfer.link, transfer.accept
-            agreed = self._agreement_of(link)
-            number = None if agreed is None or accept is None else transfer.next_chunk()
-            if agreed is None or accept is None or number is None:
+            agreed, numbers = self._agreement_of(link), range(0)
+            if agreed is not None and accept is not None:
+                numbers = transfer.next_chunks(self._num_together(transfer, agreed))
+            if agreed is None or accept is None or not numbers:
                 transfer.is_pumping = False
                 self._note_quiet(transfer)
                 return
-            chunk, num_sent = transfer.plan[number], self._num_sent
+            chunks, num_sent = transfer.plan[numbers.start : numbers.stop], self._num_sent
         try:
-            message = self._made(transfer, link, agreed, accept, number, chunk)
+            head, payload = self._made(transfer, link, agreed, accept, numbers.start, chunks)
         except BlockingIOError:  # the link's memory is full
             with self._changed:
-                transfer.take_back(number)
+                transfer.take_back(numbers)
                 if num_sent != self._num_sent:  # some is free again
                     self._submit(transfer, agreed)
                 else:
@@ -451,34 +455,48 @@ class Sender:
                     self._fail(transfer, TransferStatus.RETRY, f"reading its blocks failed: {error}")
             return
         with self._changed:
+            transfer.take_back(numbers[len(head.checksums) :])
             transfer.num_posted += 1
             if transfer.outcome is not None:
                 self._watch(transfer)
-            transfer.num_bytes += sum(memoryview(part).nbytes for part in message.payload)
-        self._transport.post(link, message)
+            transfer.num_bytes += sum([part.nbytes for part in payload])
+        self._transport.post(link, Message(Kind.CHUNK, head.pack(), payload, True, transfer.number))
         with self._changed:
             self._submit(transfer, agreed)
 
+    def _num_together(self, transfer: Outgoing, agreed: Agreement) -> int:
+        """How many chunks the next message may have.
+
+        Over a slow link it is few, since a side that hears of none for `stall_s` gives up.
+        """
+        if not agreed.goes_unchanged:
+            return 1
+        most, time_s = self._options.together, self._options.stall_s * MESSAGE_SHARE
+        return transfer.num_within(time_s, self._clock.now(), most)
+
     def _made(
-        self, transfer: Outgoing, link: int, agreed: Agreement, accept: Accept, number: int, chunk: ChunkSpan
-    ) -> Message:
+        self, transfer: Outgoing, link: int, agreed: Agreement, accept: Accept, number: int,
+        chunks: Sequence[ChunkSpan],
+    ) -> tuple[ChunkHead, Sequence[memoryview]]:  # fmt: skip
+        """The message of these chunks, or of the first of them, if the link has memory for fewer."""
         if not transfer.hashes:
             tokens = transfer.path.tokens.tobytes()
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
-        ids = transfer.block_ids[accept.first + chunk.first : accept.first + chunk.stop]
-        reserved = self._transport.reserve(link, self._transport.max_payload_bytes)
+        reserved = self._transport.reserve(link, self._transport.max_payload_bytes, len(chunks))
+        if reserved is not None:
+            chunks = chunks[: len(reserved)]
+        first = accept.first
+        ids = [transfer.block_ids[first + chunk.first : first + chunk.stop] for chunk in chunks]
         try:
-            codec, payload, checksum = self._blocks.payload(ids, chunk, agreed, reserved)
-            header = BlockHeader(
-                self._blocks.digest, transfer.hashes[accept.first + chunk.stop - 1], codec,
-                sum(memoryview(part).nbytes for part in payload), checksum,
-            )  # fmt: skip
+            codec, payload, checksums = self._blocks.payload(ids, chunks, agreed, reserved)
         except BaseException:
-            if reserved is not None:
-                self._transport.discard(link, reserved)
+            for memory in reserved or ():
+                self._transport.discard(link, memory)
             raise
-        head = ChunkHead(transfer.number, accept.epoch, number, header)
-        return Message(Kind.CHUNK, head.pack(), payload, True, transfer.number)
+        token_hash = transfer.hashes[first + max([chunk.stop for chunk in chunks]) - 1]
+        digest = self._blocks.digest
+        head = ChunkHead(transfer.number, accept.epoch, number, digest, token_hash, codec, tuple(checksums))
+        return head, payload
 
     def check(self) -> None:
         """Raise `BookkeepingError` where transfers and chunks do not add up."""
@@ -497,5 +515,4 @@ def plan_of(num_blocks: int, agreed: Agreement, by_layer: BlockLayout | None) ->
     """The chunks of a transfer, equal on both sides. `by_layer`: the layout, for a transfer by layer."""
     if by_layer is not None:
         return cut_by_layer(num_blocks, by_layer, agreed.chunk_bytes)
-    has_views = agreed.has_views and not agreed.codec
-    return cut(num_blocks, agreed.wire_bytes, agreed.chunk_bytes, has_views=has_views)
+    return cut(num_blocks, agreed.wire_bytes, agreed.chunk_bytes, has_views=agreed.goes_unchanged)

@@ -266,7 +266,7 @@ class BlockViews(Protocol):
 
 
 class ChunkPlace(Protocol):
-    """Where the payload of a chunk goes at its receiver.
+    """Where the payload of a message of chunks goes at its receiver.
 
     A transport fills `views` in order, under `lock` and only while `is_open`: after that, the blocks may
     belong to another request.
@@ -281,14 +281,17 @@ class ChunkPlace(Protocol):
     @property
     def lock(self) -> threading.Lock: ...
 
-    def write(self, data: memoryview) -> None:
-        """Fill all of it from memory of the transport. Takes the lock."""
+    def received(self, num_bytes: int) -> None:
+        """So many bytes more are in `views`. Under the lock, while the processor's cache has them."""
+
+    def write(self, data: Sequence[memoryview]) -> None:
+        """Fill all of it from memory of the transport, in such parts. Takes the lock."""
 
 
 class Message(NamedTuple):
     """What a link carries. `kind` and `head` belong to the protocol.
 
-    The payload of a chunk (`is_chunk`) is read where it lies, until `sent`; other payloads are small and
+    The payload of chunks (`is_chunk`) is read where it lies, until `sent`; other payloads are small and
     copied. `token`: what `sent` names. `opens`: it begins a conversation, so a link may be connected for it.
     """
 
@@ -307,13 +310,13 @@ class TransportEndpoint(Protocol):
         """A message that is no chunk has arrived."""
 
     def place(self, link: int, head: bytes, num_bytes: int) -> ChunkPlace | None:
-        """Where the payload of a chunk goes; None if it comes late or again."""
+        """Where the payload of chunks goes; None if it comes late or again."""
 
     def filled(self, link: int, place: ChunkPlace) -> None:
         """The place has its payload."""
 
     def sent(self, link: int, token: int) -> None:
-        """The payload of a chunk is not read any more: sent, or lost."""
+        """The payload of a message of chunks is not read any more: sent, or lost."""
 
     def lost(self, link: int, reason: str) -> None:
         """A link could not be connected or has ended. The next message that opens connects it again."""
@@ -342,11 +345,11 @@ class TransportEngine(Protocol):
         Raises `ConfigError` for an address that is none of this transport.
         """
 
-    def reserve(self, link: int, num_bytes: int) -> memoryview | None:
-        """Memory in which the payload of a chunk is best made, if any.
+    def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
+        """Memory in which payloads of chunks are best made, if any: for 1 to `count` chunks.
 
-        It belongs to the caller until a `post` with it, or `discard`. Raises `BlockingIOError` if all of it
-        is in use: `sent` says when to try again.
+        It belongs to the caller until a `post` with it, as one part for each chunk, or `discard`. Raises
+        `BlockingIOError` if all of it is in use: `sent` says when to try again.
         """
 
     def discard(self, link: int, memory: memoryview) -> None:

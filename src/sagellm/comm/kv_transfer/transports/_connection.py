@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from sagellm.comm.kv_transfer.messages import MAX_HEAD_BYTES, MAX_TOKENS
+from sagellm.comm.kv_transfer.messages import MAX_HEAD_BYTES, MAX_TOGETHER, MAX_TOKENS
 from sagellm.core.errors import KVDataError
+from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.protocols.kv_transfer import MAX_NOTE_BYTES, ChunkPlace
 from sagellm.core.types import TOKEN_BYTES
 
@@ -36,13 +37,14 @@ AHEAD_BYTES = 4 << 10
 """Several small frames are read by one call, and of a payload no more than this is copied twice."""
 
 SMALL, CHUNK, SLOT = range(3)
-"""What a payload is. SLOT: it lies in memory that both sides share, and is not in the stream."""
+"""What a payload is. SLOT: it lies in memory that both sides share, not in the stream; the end of the head
+names `num_slots` slots."""
 
 
 class FrameHead(NamedTuple):
     kind: int
     flag: int
-    slot: int
+    num_slots: int
     head_bytes: int
     payload_bytes: int
     checksum: int
@@ -50,7 +52,7 @@ class FrameHead(NamedTuple):
 
 @dataclass(slots=True)
 class OutFrame:
-    """A frame on its way out. `token` names a chunk whose payload is read until it is sent.
+    """A frame on its way out. `token` names chunks whose payload is read until it is sent.
 
     In a slot it is read until the peer says so.
     """
@@ -61,27 +63,27 @@ class OutFrame:
 
 
 def frame(
-    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, slot: int = 0
+    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, num_slots: int = 0
 ) -> deque[memoryview]:
     """The buffers of a frame."""
     num_bytes = sum(map(len, payload))
-    fields = FRAME_MAGIC, kind, flag, slot, len(head), num_bytes
+    fields = FRAME_MAGIC, kind, flag, num_slots, len(head), num_bytes
     covered = b"".join((PREFIX.pack(*fields, 0), head, *(payload if flag == SMALL else ())))
     packed = PREFIX.pack(*fields, xxhash.xxh3_64_intdigest(covered)) + head
     return deque((memoryview(packed), *(part for part in payload if len(part) and flag != SLOT)))
 
 
-def parse(prefix: bytes, max_payload_bytes: int) -> FrameHead:
-    """Raises `KVDataError` for what is no prefix, or too large."""
-    magic, kind, flag, slot, head_bytes, payload_bytes, checksum = PREFIX.unpack(prefix)
+def parse(prefix: Buffer, max_payload_bytes: int) -> FrameHead:
+    """Raises `KVDataError` for what is no prefix, or too large. `max_payload_bytes`: of one chunk."""
+    magic, kind, flag, num_slots, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(prefix)
     if magic != FRAME_MAGIC or flag > SLOT:
         raise KVDataError("no frame of KV transfer: bytes were lost or damaged on the way")
-    most = MAX_MESSAGE_BYTES if flag == SMALL else max_payload_bytes
+    most = MAX_MESSAGE_BYTES if flag == SMALL else MAX_TOGETHER * max_payload_bytes
     if head_bytes > MAX_HEAD_BYTES or payload_bytes > most:
         raise KVDataError(
             f"a frame of {head_bytes} and {payload_bytes} bytes, at most {MAX_HEAD_BYTES} and {most}"
         )
-    return FrameHead(kind, flag, slot, head_bytes, payload_bytes, checksum)
+    return FrameHead(kind, flag, num_slots, head_bytes, payload_bytes, checksum)
 
 
 def verify(found: FrameHead, head: bytes, payload: bytes | bytearray = b"") -> None:
@@ -108,6 +110,8 @@ class PeerSocket:
     views: deque[memoryview] = field(default_factory=deque)
     then: Callable[[], None] = lambda: None
     place: ChunkPlace | None = None
+    take_whole: Callable[[], bool] | None = None
+    """While a frame begins next: takes one from `ready`, if all of it is there but payloads of chunks."""
     num_discarded: int = 0
     """Bytes of a payload that are still to be read and dropped."""
     ahead: bytearray = field(default_factory=lambda: bytearray(AHEAD_BYTES))
@@ -125,14 +129,16 @@ class PeerSocket:
     """The events that the selector waits for."""
 
     @property
-    def num_chunks(self) -> int:
-        """Those on their way out."""
+    def num_payloads(self) -> int:
+        """Messages of chunks on their way out."""
         return sum(frame.token is not None for frame in tuple(self.outgoing))
 
     def expect(
-        self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None
-    ) -> None:
-        self.views, self.then, self.place = deque(view for view in views if len(view)), then, place
+        self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None,
+        take_whole: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.views, self.then, self.place = deque([view for view in views if len(view)]), then, place
+        self.take_whole = take_whole
 
     def read(self, dropped: memoryview) -> None:
         """Read what is there, up to `READ_BYTES`. Raises `OSError`, and what `then` raises."""
@@ -141,9 +147,11 @@ class PeerSocket:
             while not self.views and not self.num_discarded:
                 self.then()
             if self.left <= 0:
+                self._set_least()
                 return
             if self.ready:
-                self._use_ready()
+                if self.num_discarded or self.take_whole is None or not self.take_whole():
+                    self._use_ready()
                 continue
             try:
                 num_bytes = self._receive(dropped)
@@ -175,8 +183,9 @@ class PeerSocket:
         if self.place is not None:
             with self.place.lock:
                 if self.place.is_open:
-                    num_bytes = self._into([*self.views][:MAX_BUFFERS])
+                    num_bytes = self._into(list(islice(self.views, MAX_BUFFERS)))
                     _advance(self.views, num_bytes)
+                    self.place.received(num_bytes)
                     return num_bytes
             self._discard_place()
             return self._receive(dropped)
@@ -184,7 +193,7 @@ class PeerSocket:
             num_bytes = self.sock.recv_into(self.ahead)
             self.ready = memoryview(self.ahead)[:num_bytes]
             return num_bytes
-        num_bytes = self._into([*self.views][:MAX_BUFFERS])
+        num_bytes = self._into(list(islice(self.views, MAX_BUFFERS)))
         _advance(self.views, num_bytes)
         return num_bytes
 
@@ -194,11 +203,13 @@ class PeerSocket:
             num_bytes = min(len(self.ready), self.num_discarded)
             self.num_discarded -= num_bytes
         elif self.place is None:
+            self.take_whole = None
             num_bytes = _fill(self.views[0], self.ready)
             _advance(self.views, num_bytes)
         else:
             with self.place.lock:
                 num_bytes = _fill(self.views[0], self.ready) if self.place.is_open else 0
+                self.place.received(num_bytes)
             if not num_bytes:
                 self._discard_place()
             _advance(self.views, num_bytes)

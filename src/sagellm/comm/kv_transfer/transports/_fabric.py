@@ -17,12 +17,20 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from sagellm.comm.kv_transfer.transports._connection import SMALL, FrameHead, OutFrame, PeerSocket, frame
-from sagellm.comm.kv_transfer.transports._slots import MAX_SLOTS, NUM_SLOTS, Slots, SlotSizes, SlotTransport
+from sagellm.comm.kv_transfer.transports._connection import SMALL, OutFrame, PeerSocket, frame
+from sagellm.comm.kv_transfer.transports._slots import (
+    MAX_SLOTS,
+    NUM_SLOTS,
+    Slots,
+    SlotSizes,
+    SlotTransport,
+    UsedSlot,
+)
 from sagellm.comm.kv_transfer.transports._stream import AUTH_S
 from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.core.blocks import cdiv
@@ -84,6 +92,9 @@ class FabricTransport(SlotTransport, TcpTransport):
 
     `host`, `port` and `advertise`: of the socket for messages. A link has `num_slots` slots on each side.
     """
+
+    _max_together = 1
+    """A chunk is taken as soon as its read has ended."""
 
     def __init__(
         self, fabric: Fabric, key: bytes, host: str = "127.0.0.1", port: int = SagePorts.KV_TRANSFER,
@@ -202,19 +213,22 @@ class FabricTransport(SlotTransport, TcpTransport):
             self._running.add(reader)
         reader.start()
 
-    def _take_slot(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
-        place = self._endpoint.place(connection.link, head, found.payload_bytes)
+    def _take_slots(
+        self, connection: PeerSocket, head: bytes, num_bytes: int, slots: Sequence[UsedSlot]
+    ) -> None:
+        if len(slots) > self._max_together:
+            raise KVDataError(f"a message with {len(slots)} slots: a read is of one")
+        place = self._endpoint.place(connection.link, head, num_bytes)
         if place is None:
-            self._give_back(connection, found.slot)
+            self._give_back(connection, slots)
         else:
-            self._readers[connection.link].submit(_Chunk(found.slot, found.payload_bytes, place))
+            self._readers[connection.link].submit(_Chunk(slots[0], place))
 
 
 class _Chunk(NamedTuple):
     """A chunk in a peer's slot, and where it goes."""
 
-    slot: int
-    num_bytes: int
+    used: UsedSlot
     place: ChunkPlace
 
 
@@ -311,8 +325,9 @@ class _Reader(threading.Thread):
 
     def _begin(self, chunk: _Chunk, slots: Slots, peer: Any) -> None:
         slot = slots.free[-1]
-        local, remote = slots.address + slot * slots.slot_bytes, self._address + chunk.slot * self._slot_bytes
-        handle = self._fabric.read(peer, local, remote, chunk.num_bytes)
+        local = slots.address + slot * slots.slot_bytes
+        remote = self._address + chunk.used.number * self._slot_bytes
+        handle = self._fabric.read(peer, local, remote, chunk.used.num_bytes)
         self._active.append(_Read(handle, chunk, slots.free.pop()))
 
     def _take_finished(self, slots: Slots) -> None:
@@ -322,7 +337,7 @@ class _Reader(threading.Thread):
             try:
                 has_ended = self._fabric.is_done(each.handle)
                 if has_ended:
-                    self._fill(each.chunk, slots.slot(each.slot, each.chunk.num_bytes))
+                    self._fill(each.chunk, slots.slot(each.slot, each.chunk.used.num_bytes))
             finally:
                 if has_ended:
                     self._active.remove(each)
@@ -333,9 +348,9 @@ class _Reader(threading.Thread):
         with self._filling:
             if self._is_ended:
                 return
-            chunk.place.write(data)
+            chunk.place.write([data])
             transport._endpoint.filled(connection.link, chunk.place)
-        transport._submit(lambda: transport._give_back(connection, chunk.slot))
+        transport._submit(lambda: transport._give_back(connection, [chunk.used]))
 
     def _fail(self, error: Exception) -> None:
         """Have the connection lost; the other side connects again."""

@@ -10,7 +10,7 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from sagellm.comm.kv_transfer.transports._auth import (
@@ -48,7 +48,7 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAX_TURNS = 4
 """A small frame waits for others so many turns of the thread: waking the peer costs as much as a chunk."""
 MAX_WAITING = 2
-"""Chunks of a link that were made and are not sent."""
+"""Messages of chunks of a link that were made and are not sent."""
 _IDLE_S = 0.5
 _DROPPED_BYTES = 256 << 10
 
@@ -99,13 +99,13 @@ class StreamTransport:
         self._thread = threading.Thread(target=self._run, name="sagellm-kv-transport", daemon=True)
         self._thread.start()
 
-    def reserve(self, link: int, num_bytes: int) -> memoryview | None:
+    def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
         """None: a payload is sent from where it lies.
 
         Few wait at a time, so that they are in the processor's cache when they are sent.
         """
         connection = self._connections.get(link)
-        if connection is not None and connection.num_chunks >= MAX_WAITING:
+        if connection is not None and connection.num_payloads >= MAX_WAITING:
             raise BlockingIOError("chunks wait to be sent")
         return None
 
@@ -363,7 +363,26 @@ class StreamTransport:
             head = bytearray(found.head_bytes)
             connection.expect([memoryview(head)], lambda: self._take_head(connection, found, bytes(head)))
 
-        connection.expect([memoryview(prefix)], parsed)
+        connection.expect([memoryview(prefix)], parsed, take_whole=partial(self._take_whole, connection))
+
+    def _take_whole(self, connection: PeerSocket) -> bool:
+        """Take a frame that was read ahead; False if a part is missing, but the payload of chunks."""
+        ready = connection.ready
+        if len(ready) < PREFIX.size:
+            return False
+        found = parse(ready, self.max_payload_bytes)
+        stop = PREFIX.size + found.head_bytes
+        end = stop + (found.payload_bytes if found.flag == SMALL else 0)
+        if len(ready) < end:
+            return False
+        connection.ready = ready[end:]
+        head, payload = bytes(ready[PREFIX.size : stop]), bytes(ready[stop:end])
+        verify(found, head, payload)
+        if found.flag == SMALL:
+            self._take_message(connection, Message(found.kind, head, [payload]))
+        else:
+            self._take_chunk(connection, found, head)
+        return True
 
     def _take_head(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
         if found.flag != SMALL:

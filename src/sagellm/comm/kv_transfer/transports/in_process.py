@@ -106,7 +106,7 @@ class InProcessTransport:
         self._own.add(link)
         return link
 
-    def reserve(self, link: int, num_bytes: int) -> memoryview | None:
+    def reserve(self, link: int, num_bytes: int, count: int = 1) -> None:
         return None
 
     def discard(self, link: int, memory: memoryview) -> None:
@@ -159,10 +159,10 @@ class InProcessTransport:
         if not message.is_chunk:
             self._endpoint.message(link, message)
             return
-        data = b"".join(message.payload) if len(message.payload) > 1 else message.payload[0]
-        place = self._endpoint.place(link, message.head, memoryview(data).nbytes)
+        data = [memoryview(part).cast("B") for part in message.payload]
+        place = self._endpoint.place(link, message.head, sum(map(len, data)))
         if place is not None:
-            place.write(memoryview(data).cast("B"))
+            place.write(data)
             self._endpoint.filled(link, place)
 
     def _break(self, link: int, reason: str) -> None:

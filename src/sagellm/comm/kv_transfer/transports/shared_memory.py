@@ -13,11 +13,18 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from sagellm.comm.kv_transfer.transports._auth import EXTRA_BYTES
-from sagellm.comm.kv_transfer.transports._connection import FrameHead, PeerSocket
-from sagellm.comm.kv_transfer.transports._slots import MAX_SLOTS, NUM_SLOTS, Slots, SlotSizes, SlotTransport
+from sagellm.comm.kv_transfer.transports._connection import PeerSocket
+from sagellm.comm.kv_transfer.transports._slots import (
+    MAX_SLOTS,
+    NUM_SLOTS,
+    Slots,
+    SlotSizes,
+    SlotTransport,
+    UsedSlot,
+)
 from sagellm.comm.kv_transfer.transports._stream import AUTH_S
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock
@@ -131,12 +138,15 @@ class SharedMemoryTransport(SlotTransport):
             self._slots[connection.link] = slots
             self._sizes[connection.link] = SlotSizes(num_slots, slot_bytes)
 
-    def _take_slot(self, connection: PeerSocket, found: FrameHead, head: bytes) -> None:
-        place = self._endpoint.place(connection.link, head, found.payload_bytes)
+    def _take_slots(
+        self, connection: PeerSocket, head: bytes, num_bytes: int, slots: Sequence[UsedSlot]
+    ) -> None:
+        place = self._endpoint.place(connection.link, head, num_bytes)
         if place is not None:
-            place.write(self._slots[connection.link].slot(found.slot, found.payload_bytes))
+            memory = self._slots[connection.link]
+            place.write([memory.slot(*each) for each in slots])
             self._endpoint.filled(connection.link, place)
-        self._give_back(connection, found.slot)
+        self._give_back(connection, slots)
 
 
 def _mapped(fd: int, num_bytes: int) -> memoryview:
