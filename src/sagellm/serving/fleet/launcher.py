@@ -38,7 +38,8 @@ class Running(Protocol):
 class Launcher(Protocol):
     """Starts instances, each in a place that it has from `reserve` to `release`.
 
-    It may be started again there. Methods are called by one thread, and return at once; `close` and `Running.close` wait.
+    It may be started again there. Methods are called by one thread and return at once; `close` and
+    `Running.close` wait.
     """
 
     def reserve(self, instances: Sequence[FleetInstance]) -> None:
