@@ -134,7 +134,7 @@ def test_a_key_file_that_cannot_be_used(tmp_path: Path, text: str | None) -> Non
     [
         ("tcp://*:6557", 0, "tcp://*:6557"),
         ("tcp://*:6557", 2, "tcp://*:6559"),
-        ("tcp://[::1]:6557", 1, "tcp://[::1]:6558"),
+        ("tcp://[fe80::1]:6557", 1, "tcp://[fe80::1]:6558"),
         ("tcp://*:0", 3, "tcp://*:0"),
         ("ipc:///tmp/events", 1, "ipc:///tmp/events_dp1"),
         (None, 1, None),

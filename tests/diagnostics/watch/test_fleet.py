@@ -26,6 +26,8 @@ from sagellm.serving.fleet.status import (
     TierStatus,
 )
 
+EVENTS, REPLAY = 16557, 16657
+
 
 def instance(name: str, state: State = "ready", **given: Any) -> InstanceStatus:
     there: dict[str, Any] = {}
@@ -41,7 +43,7 @@ READY = instance(
     "decode-0", num_running=3, num_waiting=1, num_placed=1200, kv_cache_usage=0.5, kv_cached=0.25,
     num_prompt_tokens=4000, num_cached_tokens=3000, num_evicted_blocks=70, tokens_per_s=123.4,
     num_hand_overs=2, num_handed_over=40, utilization=0.9, endpoint="ipc:///d/decode-0",
-    kv_events="tcp://0.0.0.0:16557", kv_replay="tcp://0.0.0.0:16657",
+    kv_events=f"tcp://0.0.0.0:{EVENTS}", kv_replay=f"tcp://0.0.0.0:{REPLAY}",
 )  # fmt: skip
 LOST = instance(
     "decode-1", "lost", fault="nothing listens there", num_lost=1, num_placed=8,
@@ -93,7 +95,7 @@ def test_lines_say_what_is_wrong() -> None:
         "decode-1 is lost: nothing listens there",
         "decode-1, 12 s ago: decode-1 (process 9) was ended by SIGKILL",
         "decode-2: disk: no space is left",
-        "KV events: sagellm watch tcp://HOST:16557,tcp://HOST:16657",
+        f"KV events: sagellm watch tcp://HOST:{EVENTS},tcp://HOST:{REPLAY}",
     ]
 
 

@@ -38,7 +38,8 @@ class Running:
     """A supervisor in a thread, and the front's address."""
 
     def __init__(self, cluster: StandInCluster, groups: dict[str, Any], **keys: Any) -> None:
-        self.cluster, self.error = cluster, None
+        self.cluster = cluster
+        self.error: CapacityError | None = None
         resolved = resolved_fleet(
             groups, **{"server.admin_key": "an admin key", "server.shutdown_grace_s": 1.0, **keys}
         )
@@ -56,7 +57,7 @@ class Running:
         try:
             self.supervisor.run()
         except CapacityError as error:
-            self.error: CapacityError | None = error
+            self.error = error
 
     def wait_until_ready(self) -> None:
         until_s, is_ready = time.monotonic() + WAIT_S, False

@@ -56,7 +56,7 @@ class Events:
 
 
 def launched(
-    groups: dict[str, Any], cluster: StandInCluster | None = None, **keys: Any
+    groups: dict[str, Any], cluster: StandInCluster | None = None, /, **keys: Any
 ) -> tuple[RayLauncher, StandInCluster, tuple[FleetInstance, ...]]:
     resolved = resolved_fleet(groups, **keys)
     used = cluster or StandInCluster([NODE], lambda _name: Process())
@@ -72,7 +72,8 @@ def test_what_a_group_asks_for() -> None:
         "three": {"chips": 0, "memory_gb": 1.5},
         "four": {"ray_resources": {"GPU": 0.5, "CPU": 0.25}},
     }
-    _, cluster, _ = launched(groups, **{"fleet.ray_strategy": "spread"})
+    strategy: dict[str, Any] = {"fleet.ray_strategy": "spread"}
+    _, cluster, _ = launched(groups, **strategy)
     assert cluster.groups == {
         "group 0": (
             [

@@ -121,7 +121,8 @@ class RemoteInstance:
         front_id: str,
     ) -> None:
         self._id, self.endpoint, self._key = instance_id, endpoint, key
-        _name_and_port(instance_id, endpoint)
+        if endpoint:
+            _name_and_port(instance_id, endpoint)
         self._names = names
         self._lookup: AddressLookUp | None = None
         self._found: AddressLookUp | None = None

@@ -36,9 +36,10 @@ class Running(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts instances. An instance has a place from `reserve` to `release`, and may be started again in it.
+    """Starts instances, each in a place that it has from `reserve` to `release`.
 
-    Methods are called by one thread, and return at once; `close` and `Running.close` wait.
+    It may be started again there. Methods are called by one thread and return at once; `close` and
+    `Running.close` wait.
     """
 
     def reserve(self, instances: Sequence[FleetInstance]) -> None:
@@ -48,7 +49,7 @@ class Launcher(Protocol):
         """Give a place back, after the end of what ran there."""
 
     def endpoint(self, name: str) -> str:
-        """Where an instance with a place will be served; empty: `on_endpoint` says it after the start."""
+        """Where an instance is served; empty: `on_endpoint` says it after the start."""
 
     def start(self, instance: FleetInstance, events: StartEvents) -> Running:
         """Raises `OSError` where nothing can be started now."""

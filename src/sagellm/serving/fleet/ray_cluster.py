@@ -1,4 +1,4 @@
-"""`RayCluster`: the calls to Ray of one driver. No other file imports Ray.
+"""`RayCluster`: the calls to Ray of one driver.
 
 Ray places and restarts processes. What it carries are the few words of `RayInstance`, as JSON texts;
 requests, tokens and KV never pass through it.
