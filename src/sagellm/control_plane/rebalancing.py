@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.router import ExecutionInstance
 
 
@@ -36,14 +38,25 @@ class Replication:
 class RebalancingOptions:
     """`bytes_per_token` and `bytes_per_s`: of KV and of the link between instances. A copy must pay for
     itself within `payback_s`. An instance is cold below `cold` of the mean utilization, and hot above
-    `hot` of it. `max_copies`: at once."""
+    `hot` of it. `max_copies`: at once. `link_share`: what of one link all copies may take in the long run.
+    `least_uses_per_s`: a prefix that is used less often is not looked at."""
 
-    bytes_per_token: float
+    bytes_per_token: float = 0.0
     bytes_per_s: float = 1e9
     payback_s: float = 30.0
     cold: float = 0.8
     hot: float = 1.1
     max_copies: int = 4
+    link_share: float = 0.1
+    least_uses_per_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_token", "cold", "hot", "least_uses_per_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is a number from 0 on, got {getattr(self, name)}")
+        for name in ("bytes_per_s", "payback_s", "max_copies", "link_share"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is a number above 0, got {getattr(self, name)}")
 
 
 def cold_instances(instances: Sequence[ExecutionInstance], cold: float = 0.8) -> list[ExecutionInstance]:

@@ -9,16 +9,28 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
+from sagellm.control_plane.fleet.facts import joint_capability, mismatch
 from sagellm.control_plane.fleet.questions import Member, Questions
-from sagellm.control_plane.fleet.served import FleetPolicy, FleetRequest, ServedRequests, possible
+from sagellm.control_plane.fleet.replicas import PrefixCopies
+from sagellm.control_plane.fleet.roles import RoleSwitches
+from sagellm.control_plane.fleet.served import (
+    FleetPolicy,
+    FleetRequest,
+    ServedRequests,
+    failed_output,
+    observe_end,
+    possible,
+)
 from sagellm.control_plane.fleet.sums import summed_diagnostics, summed_outcomes, summed_stats
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
+from sagellm.control_plane.quota_waits import OVERLOADED
+from sagellm.control_plane.replication import Replicator
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
 from sagellm.core.errors import (
@@ -29,7 +41,13 @@ from sagellm.core.errors import (
     RequestError,
 )
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
+from sagellm.core.protocols.engine import (
+    EngineDiagnostics,
+    EngineStats,
+    PinnedPrefix,
+    PromptExplanation,
+    TenantUse,
+)
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.fleet import (
     CallResult,
@@ -51,6 +69,7 @@ from sagellm.core.protocols.router import (
     NOT_CACHED,
     CachedPrefix,
     ExecutionInstance,
+    InstanceType,
     Placement,
     RequestMetadata,
     Router,
@@ -67,7 +86,7 @@ from sagellm.core.types import (
 )
 
 log = logging.getLogger("sagellm.fleet")
-OVERLOADED, UNAVAILABLE = 429, 503  # HTTP's statuses
+UNAVAILABLE = 503  # HTTP's status
 TICK_S = 0.1
 """A step waits at most so long."""
 STATS_S = 1.0
@@ -97,6 +116,7 @@ class FleetEngine:
         admission: AdmissionController | None = None,
         policy: FleetPolicy | None = None,
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
+        replicator: Replicator | None = None,
     ) -> None:
         self._clients, self._router, self._prefixes = clients, router, prefixes
         self._check, self._clock, self.policy = check, clock, policy or FleetPolicy()
@@ -106,12 +126,16 @@ class FleetEngine:
         self.decode_queue = PhaseQueue(QueuePhase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.members: dict[str, Member] = {}
         self.requests = ServedRequests()
+        self.roles = RoleSwitches(
+            clock, self.requests, lambda served, reason: self._retry(served, reason, counts=False)
+        )
         self._outputs: list[RequestOutput] = []
         self._questions = Questions(self._turn, clock)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._next_tick_s = self._next_stats_s = self._available_s = clock.now()
         self._num_steps = 0
         self._closed, self._origin = False, secrets.token_hex(4)
+        self.copies = PrefixCopies(replicator, self._origin, namespace_of)
         self._capability: CapabilityDescriptor | None = None
         self._max_model_len = 0
         self.num_retries = 0
@@ -130,17 +154,14 @@ class FleetEngine:
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
-        seed = request_seed(self.policy.seed, request.request_id)
-        served = FleetRequest(request, self._origin, seed, queued_since_s=self._clock.now())
-        if len(self.prefill_queue) >= self._admission.max_waiting:
-            waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
-            error = RequestError(waiting, code="rate_limit_exceeded")
-            error.status = OVERLOADED
-            raise error
+        now_s, seed = self._clock.now(), request_seed(self.policy.seed, request.request_id)
+        served = FleetRequest(request, self._origin, seed, queued_since_s=now_s)
+        may_start = self._admission.enter(served.metadata(now_s), len(self.prefill_queue))
         self.requests.add(served)
         self.num_prompt_tokens += len(request.tokens)
-        self._wait(served)
-        self._place_waiting()
+        if may_start:
+            self._wait(served)
+            self._place_waiting()
 
     def abort(self, request_id: str) -> bool:
         served = self.requests.get(request_id)
@@ -194,10 +215,17 @@ class FleetEngine:
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:
         """Give it no new requests, or again. Raises `ConfigError` for an unknown one."""
+        self._member(instance_id).draining = draining
+
+    def switch(self, instance_id: str, kind: InstanceType, drain_timeout_s: float = 60.0) -> None:
+        """Change an instance's type; `roles.is_changing` until it is done. Raises as `RoleSwitches.begin`."""
+        self.roles.begin(self._member(instance_id), kind, drain_timeout_s)
+
+    def _member(self, instance_id: str) -> Member:
         if instance_id not in self.members:
             known = ", ".join(sorted(self.members)) or "none"
             raise ConfigError(f"no instance is named {instance_id!r}: there are {known}")
-        self.members[instance_id].draining = draining
+        return self.members[instance_id]
 
     def move_away(self, instance_id: str) -> None:
         """Have what it computes go on elsewhere."""
@@ -220,24 +248,17 @@ class FleetEngine:
     @property
     def max_model_len(self) -> int:
         """The longest context that every instance has, or had when there was one."""
-        known = [member.facts.max_model_len for member in self._ready() if member.facts]
+        known = [facts.max_model_len for facts in self._facts()]
         self._max_model_len = min(known, default=self._max_model_len)
         return self._max_model_len
 
     def capability(self) -> CapabilityDescriptor:
         """Of all instances together. Raises `EngineFailedError` while none is connected."""
-        known = [member.facts.capability for member in self._ready() if member.facts]
-        if not known:
-            if self._capability is None:
-                raise EngineFailedError("no instance of this fleet is connected")
-            return self._capability
-        first = next((each for each in known if each.dtype), known[0])
-        self._capability = replace(
-            first,
-            max_num_seqs=sum(each.max_num_seqs for each in known),
-            num_blocks=sum(each.num_blocks * each.block_size for each in known) // first.block_size,
-            features=frozenset.intersection(*(each.features for each in known)),
-        )
+        known = self._facts()
+        if known:
+            self._capability = joint_capability(known)
+        elif self._capability is None:
+            raise EngineFailedError("no instance of this fleet is connected")
         return self._capability
 
     # -- one turn
@@ -254,6 +275,8 @@ class FleetEngine:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._end_impatient(now_s)
+            self.roles.poll(self.members)
+            self.copies.turn(self.members)
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + STATS_S
             self._questions.ask_for_stats(self._ready())
@@ -265,7 +288,9 @@ class FleetEngine:
             case RequestOutput():
                 self._on_output(instance_id, event)
             case ExecutionInstance():
-                member.load = self._as_seen_here(event)
+                self.roles.reported(member, event)
+                is_fresh = event.is_fresh and self._prefixes.is_fresh(instance_id)
+                member.load = self.requests.as_seen(event, self._clock.now(), is_fresh=is_fresh)
             case KVChanges(changes, is_complete):
                 for change in changes:
                     self._prefixes.apply(instance_id, change)
@@ -289,20 +314,6 @@ class FleetEngine:
         elif served is not None:
             self._fail(served, str(event.error), getattr(event.error, "status", 500))
 
-    def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
-        """With this clock's time, and with the requests whose prompt another instance still computes."""
-        instance_id = load.instance_id
-        coming = sum(
-            served.placement is not None and served.placement.prefill != instance_id
-            for served in self.requests.on(instance_id)
-        )
-        return replace(
-            load,
-            num_waiting=load.num_waiting + coming,
-            is_fresh=load.is_fresh and self._prefixes.is_fresh(instance_id),
-            reported_s=self._clock.now(),
-        )
-
     def _on_output(self, instance_id: str, output: RequestOutput) -> None:
         served = self.requests.of_attempt(output.request_id)
         if served is None:
@@ -318,22 +329,8 @@ class FleetEngine:
         if moves:
             self._hand_over(served)
         elif reason is not None:
-            self._observe_end(instance_id, served, now_s)
+            observe_end(self._router, instance_id, served, now_s)
             self._forget_request(served)
-
-    def _observe_end(self, instance_id: str, served: FleetRequest, now_s: float) -> None:
-        """Teach the router how long the instances of an answer took."""
-        arrival_s, first_s = served.request.arrival_s, served.first_token_s
-        begin, seen = {}, {"e2e": now_s - arrival_s}
-        if first_s is not None:
-            begin["ttft"] = first_s - arrival_s
-            if len(served.generated) > 1:
-                seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
-        if served.first_instance in ("", instance_id):
-            self._router.observe(instance_id, {**begin, **seen})
-        else:
-            self._router.observe(served.first_instance, begin)
-            self._router.observe(instance_id, seen)
 
     def _hand_over(self, served: FleetRequest) -> None:
         """The prefill instance has drawn the first token; the decode instance goes on."""
@@ -352,10 +349,11 @@ class FleetEngine:
             decode.client.call("fail", (served.attempt_id, 0, report.reason))
 
     def _on_connected(self, member: Member, facts: InstanceFacts) -> None:
-        member.facts, member.fault = facts, self._mismatch(facts)
+        member.facts, member.fault = facts, mismatch(facts, self._facts())
         if member.fault:
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
+        self.roles.connected(member, facts)
         self._prefixes.leave(facts.instance_id)
         self._prefixes.join(facts.instance_id)
         for other in self._ready():
@@ -363,28 +361,11 @@ class FleetEngine:
                 other.client.add_peer(facts)
                 member.client.add_peer(other.facts)
 
-    def _mismatch(self, facts: InstanceFacts) -> str:
-        """Why requests cannot move between this instance and the others; empty if they can."""
-        for other in self._ready():
-            if other.facts is None or other.facts.instance_id == facts.instance_id:
-                continue
-            ours, theirs = other.facts.capability, facts.capability
-            for name in ("vocab_size", "dtype"):
-                told = getattr(ours, name), getattr(theirs, name)
-                if all(told) and told[0] != told[1]:
-                    return (
-                        f"its {name} is {getattr(theirs, name)}, that of {other.facts.instance_id} "
-                        f"{getattr(ours, name)}: a fleet serves one model"
-                    )
-            schemas = ours.kv_schema, theirs.kv_schema
-            if all(schemas) and len({each.model_fingerprint for each in schemas if each}) > 1:
-                return f"its model is another one than that of {other.facts.instance_id}"
-        return ""
-
     def _lost(self, member: Member, instance_id: str, reason: str) -> None:
         member.facts, member.load, member.stats = None, None, None
         member.num_lost += 1
         self._prefixes.leave(instance_id)
+        self.copies.lost(instance_id)
         for other in self._ready():
             other.client.lose_peer(instance_id)
         for served in self.requests.on(instance_id):
@@ -399,7 +380,6 @@ class FleetEngine:
         self._abort_attempt(served)
         self.num_retries += counts
         served.num_retries += counts
-        self._admission.finished(served.request_id)
         self.requests.retry(served, self._clock.now(), reason)
         self._wait(served)
 
@@ -409,19 +389,14 @@ class FleetEngine:
 
     def _forget_request(self, served: FleetRequest) -> None:
         self.requests.end(served.request_id)
-        self._admission.finished(served.request_id)
+        num_tokens = len(served.request.tokens) + len(served.generated)
+        self._admission.quotas.leave(served.request_id, num_tokens)
         for each in (self.prefill_queue, self.decode_queue):
             each.remove(served.request_id)
 
     def _fail(self, served: FleetRequest, reason: str, status: int) -> None:
         self._end(served)
-        request, num_tokens = served.request, len(served.generated)
-        self._outputs.append(
-            RequestOutput(
-                request.request_id, (), len(request.tokens), 0, num_tokens,
-                finish_reason=FinishReason.ERROR, error=reason, error_status=status,
-            )
-        )  # fmt: skip
+        self._outputs.append(failed_output(served, reason, status))
 
     def _abort_attempt(self, served: FleetRequest) -> None:
         for instance_id in served.instances:
@@ -429,7 +404,12 @@ class FleetEngine:
                 member.client.abort(served.attempt_id)
 
     def _end_impatient(self, now_s: float) -> None:
-        """Fail what waits while no instance has served for too long. Full ones are waited for."""
+        """Fail what its tenant's quota, or a fleet without an instance, keeps waiting for too long.
+
+        Full instances are waited for.
+        """
+        for request_id, why in self._admission.quotas.late():
+            self._fail(self.requests.waiting[request_id], why, OVERLOADED)
         if self.is_available:
             self._available_s = now_s
         late = now_s - self.policy.patience_s
@@ -443,6 +423,9 @@ class FleetEngine:
 
     def _ready(self) -> list[Member]:
         return [member for member in self.members.values() if member.is_ready]
+
+    def _facts(self) -> list[InstanceFacts]:
+        return [member.facts for member in self._ready() if member.facts is not None]
 
     def _wait(self, served: FleetRequest) -> None:
         """Queue a request. One whose answer is read already does not wait behind prompts."""
@@ -458,11 +441,18 @@ class FleetEngine:
     @property
     def is_available(self) -> bool:
         """Whether an instance takes requests. For any thread."""
-        return any(each.is_ready and each.load and not each.draining for each in list(self.members.values()))
+        return any(map(self._takes_requests, list(self.members.values())))
+
+    def _takes_requests(self, member: Member) -> bool:
+        is_there = member.is_ready and member.load is not None
+        return is_there and not member.draining and not self.roles.is_changing(member.client.instance_id)
 
     def _place_waiting(self) -> None:
-        """Place what waits, as far as instances have room."""
-        loads = [member.load for member in self._ready() if member.load is not None and not member.draining]
+        """Place what waits, as far as quotas allow it and instances have room."""
+        for request_id in self._admission.quotas.released():
+            self._wait(self.requests.waiting[request_id])
+        takers = [member for member in self.members.values() if self._takes_requests(member)]
+        loads = [member.load for member in takers if member.load is not None]
         if loads:
             names = [load.instance_id for load in loads]
             self.decode_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
@@ -489,7 +479,6 @@ class FleetEngine:
             placement = self._router.place(metadata, loads, cached)
         except CapacityError as error:
             served.reason = str(error)
-            self._admission.finished(served.request_id)
             return False
         self._begin(served, placement)
         return True
@@ -500,6 +489,7 @@ class FleetEngine:
         exchanging = {name for name, each in self.members.items() if each.facts and each.facts.transfers}
         placement = possible(placement, exchanging)
         self.requests.place(served, placement)
+        self.copies.count(served.request)
         first = self.members[placement.prefill].client
         self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
         onward = self._part(HandOverPart.PREFILL, placement.decode) if placement.is_separated else None
@@ -532,6 +522,10 @@ class FleetEngine:
             known, len(self.requests) - num_queued, num_queued, self._num_steps, self._faults()
         )
 
+    def tenants(self) -> Mapping[str, TenantUse]:
+        """The requests of each tenant against its quota; none without quotas."""
+        return self._admission.quotas.load()
+
     def tier_faults(self) -> Sequence[str]:
         return self._faults()
 
@@ -543,7 +537,8 @@ class FleetEngine:
         )
 
     def diagnostics(self) -> EngineDiagnostics:
-        return summed_diagnostics(self._questions.ask_each(self._ready(), "diagnostics"))
+        known = summed_diagnostics(self._questions.ask_each(self._ready(), "diagnostics"))
+        return replace(known, tenants=self.tenants())
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         member = self._with_most_cached(tokens, namespace)
@@ -596,5 +591,7 @@ class FleetEngine:
         self.requests.check()
         for each in (self.prefill_queue, self.decode_queue):
             each.check()
-        if len(self.prefill_queue) + len(self.decode_queue) != len(self.requests.waiting):
+        self._admission.quotas.check()
+        queued = len(self.prefill_queue) + len(self.decode_queue) + len(self._admission.quotas)
+        if queued != len(self.requests.waiting):
             raise BookkeepingError("a request waits and is in no queue, or the other way round")
