@@ -210,7 +210,7 @@ class AdmissionController:
                 f"{max_waiting}"
             )
         self.strategy = admission_strategy(strategy)
-        self.quotas = quotas or QuotaWaits(clock=clock)
+        self.quotas = QuotaWaits(clock=clock) if quotas is None else quotas
         self.depth = depth
         self.max_waiting = max_waiting
         self._clock = clock or MonotonicClock()
