@@ -180,8 +180,10 @@ WaitsMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=4
 TestWaits = WaitsMachine.TestCase
 
 
-def test_a_request_is_counted_with_its_longest_answer() -> None:
-    waits, _ = new(t=TenantQuota(tokens_per_s=10.0, burst_tokens=150))
-    with pytest.raises(RequestError, match="may use 151 tokens"):
-        waits.enter(replace(ONE, kv_cache_size_tokens=151))
-    assert waits.enter(replace(ONE, kv_cache_size_tokens=150))
+def test_a_request_counts_with_its_answer_up_to_a_usual_one() -> None:
+    waits, _ = new(t=TenantQuota(tokens_per_s=10.0, burst_tokens=356))
+    with pytest.raises(RequestError, match="counts 110 tokens, its tenant has 100"):
+        new(t=TenantQuota(tokens_per_s=10.0))[0].enter(replace(ONE, kv_cache_size_tokens=110))
+    assert waits.enter(replace(ONE, kv_cache_size_tokens=100_000))
+    with pytest.raises(RequestError, match="start in 36 s"):
+        waits.enter(named("b", num_tokens=356))

@@ -14,6 +14,8 @@ from sagellm.core.protocols.router import RequestMetadata
 
 EVERY_OTHER = "*"
 """The name whose quota each tenant has that is not named."""
+ANSWER_TOKENS = 256
+"""Most requests name no `max_tokens`, or more than they use; all of it counts once it is known."""
 _UNLIMITED = TenantQuota()
 
 
@@ -39,8 +41,8 @@ class _Usage:
 class TenantQuotas:
     """Counts each tenant's requests and tokens; remembers those tenants alone that use anything.
 
-    A request counts with its prompt and the longest answer that it allows (`kv_cache_size_tokens`) until it
-    ends, and with what it has used from then on.
+    A request counts with `tokens_of` until it ends, and with what it has used from then on. So the rate holds
+    in the long run: what was used beyond the burst is owed, and the tenant's next requests wait for it.
     """
 
     def __init__(self, quotas: Mapping[str, TenantQuota], clock: Clock | None = None) -> None:
@@ -58,7 +60,7 @@ class TenantQuotas:
         if tokens > quota.burst:
             return QuotaLimit(
                 True, None,
-                f"the request may use {tokens} tokens, its tenant {quota.burst:.0f} at once: shorten the "
+                f"the request counts {tokens} tokens, its tenant has {quota.burst:.0f} at once: shorten the "
                 f"prompt or max_tokens by {tokens - quota.burst:.0f}",
             )  # fmt: skip
         usage = self._current(tenant)
@@ -91,8 +93,7 @@ class TenantQuotas:
     def finish(self, request_id: str, num_tokens: int | None = None) -> str | None:
         """The request has ended with so many tokens (None: those that were counted); returns its tenant.
 
-        None, and nothing happens, for one that is not counted. A request without `max_tokens` may have used
-        more than was counted; then its tenant's next requests wait longer.
+        None, and nothing happens, for one that is not counted.
         """
         tenant = self._tenant_of.pop(request_id, None)
         if tenant is None:
@@ -153,5 +154,6 @@ class TenantQuotas:
 
 
 def tokens_of(request: RequestMetadata) -> int:
-    """What a request may use."""
-    return max(request.kv_cache_size_tokens, len(request.tokens))
+    """What counts when a request starts: its prompt, and of its answer `ANSWER_TOKENS` at most."""
+    answer = request.kv_cache_size_tokens - len(request.tokens)
+    return len(request.tokens) + min(max(0, answer), ANSWER_TOKENS)

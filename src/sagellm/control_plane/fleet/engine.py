@@ -211,6 +211,7 @@ class FleetEngine:
     def forget(self, instance_id: str) -> None:
         """It does not belong to the fleet any more. What it computes goes on elsewhere."""
         self.move_away(instance_id)
+        self.roles.forget(instance_id)
         self._lost(self.members.pop(instance_id), instance_id, "it was taken out of the fleet")
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:

@@ -55,15 +55,16 @@ class RoleSwitches:
         """Whether it gets no requests for that. For any thread."""
         return instance_id in self._roles
 
+    def forget(self, instance_id: str) -> None:
+        """It has left the fleet. Another of its name has the type of the file."""
+        self._roles.pop(instance_id, None)
+        self._kinds.pop(instance_id, None)
+
     def poll(self, members: Mapping[str, Member]) -> None:
         """Move all changes on."""
         for name, role in list(self._roles.items()):
-            member = members.get(name)
-            if member is None:  # it has left the fleet
-                self._roles.pop(name)
-                self._kinds.pop(name, None)
-                continue
             role.check()
+            member = members[name]
             if role.state is RoleState.DRAINING:
                 self._drain(role, member)
             elif member.load is not None and member.load.kind is role.target:

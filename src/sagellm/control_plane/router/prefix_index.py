@@ -176,6 +176,23 @@ class PrefixIndex:
         instance.counts.num_blocks = len(instance)
         return instance.counts
 
+    def whole_edges(self, tokens: Tokens, namespace: Namespace) -> Iterator[Edge]:
+        """Edges of the tree all of whose blocks a prompt has, the first first."""
+        roots = self._tree.roots.get(_space(namespace.tenant, namespace.adapter))
+        data = tokens.tobytes() if roots else b""
+        for root in roots.values() if roots else ():
+            path, end = self._tree.walk(root, data)
+            yield from (edge for edge in path if edge.end <= end)
+
+    def edge(self, number: int) -> Edge | None:
+        """An edge by its number; None if it has no blocks any more."""
+        edge = self._tree.edges.get(number)
+        return edge if edge is not None and edge.end > edge.start else None
+
+    def names_of(self, mask: int) -> frozenset[str]:
+        """The instances of a bitmask."""
+        return frozenset(name for name, known in self._instances.items() if mask >> known.index & 1)
+
     def _instance(self, instance_id: str) -> _Instance:
         instance = self._instances.get(instance_id)
         if instance is None:
@@ -207,23 +224,6 @@ class PrefixIndex:
                     if num_blocks * block_tokens > found[index].num_tokens:
                         found[index] = found[index]._replace(num_tokens=num_blocks * block_tokens)
         return [found[index] for index in self._indexes(instance_ids)]
-
-    def whole_edges(self, tokens: Tokens, namespace: Namespace) -> Iterator[Edge]:
-        """Edges of the tree all of whose blocks a prompt has, the first first."""
-        roots = self._tree.roots.get(_space(namespace.tenant, namespace.adapter))
-        data = tokens.tobytes() if roots else b""
-        for root in roots.values() if roots else ():
-            path, end = self._tree.walk(root, data)
-            yield from (edge for edge in path if edge.end <= end)
-
-    def edge(self, number: int) -> Edge | None:
-        """An edge by its number; None if it has no blocks any more."""
-        edge = self._tree.edges.get(number)
-        return edge if edge is not None and edge.end > edge.start else None
-
-    def names_of(self, mask: int) -> frozenset[str]:
-        """The instances of a bitmask."""
-        return frozenset(name for name, known in self._instances.items() if mask >> known.index & 1)
 
     def _indexes(self, instance_ids: Iterable[str]) -> list[int]:
         if instance_ids is self._asked:
