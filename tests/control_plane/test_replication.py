@@ -161,7 +161,11 @@ def test_copies_of_an_instance_that_is_lost_end() -> None:
     replicator.lost(copy.target)
     clock.advance(DECIDE_S)
     [other] = replicator.decide([each for each in (HOT, COLD, COLDER) if each.instance_id != copy.target])
-    assert other.tokens != copy.tokens
+    assert (copy.target, other.target) == ("c", "b")
+    replicator.lost("a")  # the source
+    clock.advance(DECIDE_S)
+    assert replicator.decide([COLD, COLDER]) == []
+    replicator.check()
 
 
 def test_without_the_size_of_kv_nothing_is_copied() -> None:

@@ -103,6 +103,7 @@ class Replicator:
                 list(hot.values()),
                 [each for each in instances if each.kind is kind],
                 replace(options, max_copies=room),
+                self._begun,
             )
         ]
         found.sort(key=lambda copy: -copy.gain)
@@ -113,19 +114,17 @@ class Replicator:
         for target, begun in list(self._begun.items()):
             if instance_id in (target, begun.source):
                 del self._begun[target]
+        self._former = {key: until_s for key, until_s in self._former.items() if key[1] != instance_id}
 
     def _hot(self) -> dict[bytes, HotPrefix]:
-        """Prefixes that are used often enough to be worth a look, by the number of their edge.
-
-        What was copied lately counts as being there, so that nothing is copied again and again.
-        """
-        found, copied = {}, dict[int, set[str]]()
+        """Prefixes that are used often enough to be worth a look, by the number of their edge."""
+        found, coming = {}, dict[int, set[str]]()
         for number, target in self._former:
-            copied.setdefault(number, set()).add(target)
+            coming.setdefault(number, set()).add(target)
         for edge, per_s in self._uses.most_used(self.options.least_uses_per_s):
             key, holders = edge.number.to_bytes(8, "big"), self._index.names_of(device_holders(edge))
-            holders |= copied.get(edge.number, set())
-            found[key] = HotPrefix(key, num_prefix_tokens(edge), per_s, holders)
+            former = frozenset(coming.get(edge.number, ()))
+            found[key] = HotPrefix(key, num_prefix_tokens(edge), per_s, holders, former)
         return found
 
     def _begin(
@@ -135,7 +134,7 @@ class Replicator:
         for copy in found:
             number = int.from_bytes(copy.key, "big")
             edge = self._index.edge(number)
-            if edge is None or copy.target in self._begun:
+            if edge is None:
                 continue
             if len(self._begun) >= self.options.max_copies or self._link_s < 0:
                 break

@@ -20,6 +20,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.router import Placement
 from sagellm.core.types import Request, Tokens
 from tests.benchmarks.simulate.stand_in import (
     STEP_S,
@@ -137,13 +138,25 @@ class Measured(StandIn):
         return made
 
 
+class OnFirst:
+    """Sends all to the first instance."""
+
+    reads_cache = True
+
+    def place(self, request: Any, instances: Any, cached: Any) -> Placement:
+        return Placement(instances[0].instance_id, instances[0].instance_id)
+
+    def observe(self, instance_id: str, latencies_s: Any) -> None:
+        """Nothing is learned."""
+
+
 def test_hot_prefixes_are_copied_to_instances_that_compute_little() -> None:
-    """The router sends all to the instance that has the prefix, as long as no other has it."""
     machine, chosen = Measured(network_bytes_per_s=1e6), config()
     made = trace(*(request(0.05 * at, 88, 5, [*range(10), 100 + at]) for at in range(120)))
     work = workload(made, WorkloadSpec(), machine.max_model_len(chosen))
+    router = "tests.benchmarks.simulate.test_control:OnFirst"
     first, second = (
-        build_cluster(chosen, machine, ClusterLayout(2, router="prefix_aware", replication=options))
+        build_cluster(chosen, machine, ClusterLayout(2, router=router, replication=options))
         for options in (None, {})
     )
     counts = []
@@ -157,7 +170,8 @@ def test_hot_prefixes_are_copied_to_instances_that_compute_little() -> None:
     assert replicator is not None
     replicator.check()
     assert replicator.num_copies >= replicator.num_arrived >= 1
-    assert counts[1] >= 80
+    assert counts == [0, 80]
+    assert not len(second.instances[1].step_log), "nothing was computed there"
 
 
 @pytest.mark.parametrize("policy", ["never", "always", "threshold", "cost", "adaptive"])

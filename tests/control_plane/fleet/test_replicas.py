@@ -50,16 +50,16 @@ def test_a_hot_prefix_comes_to_a_cold_instance(tmp_path: Path, monkeypatch: pyte
     scene = Scene(tmp_path, 2, exchanges=True, router=OnFirst(), replication=OPTIONS)
     busy_on_first(scene, monkeypatch)
     for number in range(6):
-        scene.front.add(request(f"r{number}", [*PROMPT, 100 + number], 3))
+        scene.front.add(request(f"r{number}", [*PROMPT, 80 + number], 3))
         scene.finish()
     scene.until(lambda: num_cached(scene, "i-1") > 0)
     assert num_cached(scene, "i-1") == num_cached(scene, "i-0")
     assert scene.engine("i-1").stats().num_steps == 0  # nothing was computed there
     scene.until(lambda: scene.front.copies.replicator.num_arrived >= 1)  # type: ignore[union-attr]
     scene.front.drain("i-0")
-    scene.front.add(request("there", [*PROMPT, 99], 3))
+    scene.front.add(request("there", [*PROMPT, 95], 3))
     scene.finish()
-    assert scene.tokens["there"] == expected_tokens(scene.backends["i-0"], [*PROMPT, 99], 3)
+    assert scene.tokens["there"] == expected_tokens(scene.backends["i-0"], [*PROMPT, 95], 3)
     assert scene.ended["there"].num_cached_tokens == num_cached(scene, "i-0")
     scene.until(lambda: not any(each.hand_overs.has_work for each in scene.servers.values()))  # type: ignore[union-attr]
     scene.check_idle()
@@ -72,8 +72,9 @@ def test_an_instance_that_goes_ends_its_copies(
 ) -> None:
     scene = Scene(tmp_path, 2, exchanges=True, router=OnFirst(), replication=OPTIONS)
     busy_on_first(scene, monkeypatch)
-    for number in range(6):
-        scene.front.add(request(f"r{number}", [*PROMPT, 100 + number], 3))
+    for number in range(6):  # the index learns of the prefix from the first
+        scene.front.add(request(f"r{number}", [*PROMPT, 80 + number], 40))
+        scene.until(lambda name=f"r{number}": name in scene.tokens)  # type: ignore[misc]
     replicator = scene.front.copies.replicator
     assert replicator is not None
     scene.until(lambda: replicator.num_copies >= 1)

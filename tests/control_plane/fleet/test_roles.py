@@ -54,7 +54,7 @@ def test_a_switch_under_load_loses_no_request(scene: Scene, kind: InstanceType) 
 
 def test_what_does_not_end_in_time_goes_on_elsewhere(scene: Scene) -> None:
     for number in range(4):
-        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 300))
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 100))
     scene.until(lambda: all(len(scene.tokens.get(f"r{number}", ())) > 3 for number in range(4)))
     placed = scene.front.requests.num_on("i-1")
     assert placed
@@ -63,14 +63,14 @@ def test_what_does_not_end_in_time_goes_on_elsewhere(scene: Scene) -> None:
     assert not any(served.service_at("i-1").value == "decode" for served in scene.front.requests.on("i-1"))
     scene.finish()
     for number in range(4):
-        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 300)
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 100)
     assert not scene.front.num_retries  # an operator has wanted it
     scene.check_idle()
 
 
 def test_a_switched_instance_gets_no_requests_while_it_drains(scene: Scene) -> None:
     for number in range(2):
-        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 200))
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 60))
     scene.until(lambda: scene.front.requests.num_on("i-1") > 0 and len(scene.tokens) == 2)
     before = scene.front.requests.num_on("i-1")
     scene.front.switch("i-1", InstanceType.PREFILLING)
@@ -98,7 +98,7 @@ def test_an_instance_that_is_started_again_is_told_its_type(scene: Scene) -> Non
 
 def test_an_instance_that_dies_while_it_drains(scene: Scene) -> None:
     for number in range(4):
-        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 60))
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 40))
     scene.until(lambda: all(len(scene.tokens.get(f"r{number}", ())) > 3 for number in range(4)))
     scene.front.switch("i-1", InstanceType.PREFILLING)
     scene.turn()
@@ -108,7 +108,7 @@ def test_an_instance_that_dies_while_it_drains(scene: Scene) -> None:
     scene.until(lambda: not scene.front.roles.is_changing("i-1"))
     assert kind_of(scene, "i-1") is InstanceType.PREFILLING
     for number in range(4):
-        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 60)
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 40)
 
 
 def test_a_new_front_finds_the_type_that_an_instance_has(scene: Scene) -> None:
