@@ -188,7 +188,7 @@ def admission_strategy(setting: str | Mapping[str, Any]) -> AdmissionStrategy:
 
 
 class AdmissionController:
-    """Decides for one front: `enter` once for each request, then `decide` until it is placed.
+    """Decides for one front. `enter` comes once for each request, then `decide` until it is placed.
 
     `quotas`: a request that has entered counts there until it ends, also where it is placed again.
 
@@ -217,7 +217,7 @@ class AdmissionController:
         self._accepted: deque[float] = deque()
 
     def enter(self, request: RequestMetadata, num_waiting: int) -> bool:
-        """Whether a request that has come may be decided on; else `quotas.released` names it later.
+        """Whether a new request may be decided on. Else `quotas.released` names it later.
 
         `num_waiting`: requests in the queues. Raises `RequestError` (429) where too many wait, and for what
         its tenant may not use.

@@ -1,9 +1,9 @@
-r"""`QuotaWaits`: requests that wait for the quota of their tenant, beside the queues of the fleet.
+r"""`QuotaWaits`: requests that wait for the quota of their tenant.
 
     enter -> counted: goes to a queue ----------------------------- leave
          \-> waits behind its tenant's others --released--> counted --/
 
-A tenant over its quota thus holds up no other one, however many of its requests wait.
+They are in none of the fleet's queues. So a tenant over its quota holds up no other, however many wait.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class QuotaWaits:
         return len(self._since_s)
 
     def enter(self, request: RequestMetadata) -> bool:
-        """Whether a request that has come is counted and may go on; else it waits here.
+        """Whether a new request is counted and may go on. Else it waits here.
 
         Raises `RequestError` (429) for one that can never start, or not within the patience.
         """
@@ -111,7 +111,7 @@ class QuotaWaits:
             self._freed[tenant] = None
 
     def load(self) -> dict[str, TenantUse]:
-        """Of each tenant that has a quota of its own, and of all others together."""
+        """Of each tenant with a quota of its own, and of all others."""
         quotas, waiting = self._quotas, self._waiting
         found = {
             tenant: TenantUse(

@@ -91,9 +91,9 @@ class TenantQuotas:
         self._tenant_of[request.request_id] = tenant
 
     def finish(self, request_id: str, num_tokens: int | None = None) -> str | None:
-        """The request has ended with so many tokens (None: those that were counted); returns its tenant.
+        """The request has ended with so many tokens; returns its tenant.
 
-        None, and nothing happens, for one that is not counted.
+        `num_tokens` None: those that were counted. Returns None for a request that is not counted.
         """
         tenant = self._tenant_of.pop(request_id, None)
         if tenant is None:
@@ -138,7 +138,7 @@ class TenantQuotas:
         return usage
 
     def _forget_idle(self) -> None:
-        """Look at the tenants that were not looked at for longest: names may come without end."""
+        """Look at the tenants that were looked at longest ago. Names may come without end."""
         for tenant in list(islice(self._usage, 2)):
             if self._current(tenant) is not None:
                 self._usage[tenant] = self._usage.pop(tenant)
@@ -154,6 +154,6 @@ class TenantQuotas:
 
 
 def tokens_of(request: RequestMetadata) -> int:
-    """What counts when a request starts: its prompt, and of its answer `ANSWER_TOKENS` at most."""
+    """What counts when a request starts. Its prompt, and `ANSWER_TOKENS` of its answer at most."""
     answer = request.kv_cache_size_tokens - len(request.tokens)
     return len(request.tokens) + min(max(0, answer), ANSWER_TOKENS)

@@ -55,7 +55,9 @@ class _Begun:
 
 
 class Replicator:
-    """Bounds copies: `max_copies` at once, one to each target, and `link_share` of one link in the long run.
+    """Copies `max_copies` prefixes at once, one to each target.
+
+    All copies take `link_share` of one link in the long run.
 
     `options`: `bytes_per_token` is that of the fleet's model; 0: not known, and nothing is copied.
     """
@@ -117,7 +119,7 @@ class Replicator:
         self._former = {key: until_s for key, until_s in self._former.items() if key[1] != instance_id}
 
     def _hot(self) -> dict[bytes, HotPrefix]:
-        """Prefixes that are used often enough to be worth a look, by the number of their edge."""
+        """Prefixes that are used often, by the number of their edge."""
         found, coming = {}, dict[int, set[str]]()
         for number, target in self._former:
             coming.setdefault(number, set()).add(target)

@@ -165,7 +165,7 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
 
 
 def _retry_headers(error: RequestError) -> dict[str, str]:
-    """OpenAI's clients do not try again where the second header says so, whatever the status."""
+    """When to try again. OpenAI's clients do not, where the second header says so."""
     after_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
     return {"x-should-retry": "false"} if math.isinf(after_s) else {"Retry-After": str(math.ceil(after_s))}
 

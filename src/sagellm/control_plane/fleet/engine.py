@@ -405,10 +405,7 @@ class FleetEngine:
                 member.client.abort(served.attempt_id)
 
     def _end_impatient(self, now_s: float) -> None:
-        """Fail what its tenant's quota, or a fleet without an instance, keeps waiting for too long.
-
-        Full instances are waited for.
-        """
+        """Fail what waits too long, for its tenant's quota or for any instance. Full ones are waited for."""
         for request_id, why in self._admission.quotas.late():
             self._fail(self.requests.waiting[request_id], why, OVERLOADED)
         if self.is_available:

@@ -11,13 +11,13 @@ from sagellm.core.types import CapabilityDescriptor
 
 def joint_capability(known: Sequence[InstanceFacts]) -> CapabilityDescriptor:
     """Of all instances together; there is at least one."""
-    each = [facts.capability for facts in known]
-    first = next((one for one in each if one.dtype), each[0])
+    capabilities = [facts.capability for facts in known]
+    first = next((each for each in capabilities if each.dtype), capabilities[0])
     return replace(
         first,
-        max_num_seqs=sum(one.max_num_seqs for one in each),
-        num_blocks=sum(one.num_blocks * one.block_size for one in each) // first.block_size,
-        features=frozenset.intersection(*(one.features for one in each)),
+        max_num_seqs=sum(each.max_num_seqs for each in capabilities),
+        num_blocks=sum(each.num_blocks * each.block_size for each in capabilities) // first.block_size,
+        features=frozenset.intersection(*(each.features for each in capabilities)),
     )
 
 

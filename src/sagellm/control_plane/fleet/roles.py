@@ -73,8 +73,7 @@ class RoleSwitches:
 
     def _drain(self, role: InstanceRole, member: Member) -> None:
         reason = f"{role.instance_id} becomes {role.target.value}"
-        here = self._requests.services_on(role.instance_id)
-        late = set(role.poll(here))
+        late = set(role.poll(self._requests.services_on(role.instance_id)))
         for served in self._requests.on(role.instance_id) if late else ():
             if served.request_id in late:
                 self._move(served, reason)

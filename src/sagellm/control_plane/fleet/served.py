@@ -138,7 +138,7 @@ class ServedRequests:
         return {served.request_id: served.service_at(instance_id) for served in self.on(instance_id)}
 
     def as_seen(self, load: ExecutionInstance, now_s: float, *, is_fresh: bool) -> ExecutionInstance:
-        """A report with this clock's time, and with requests whose prompt another instance still computes."""
+        """A report with this clock's time. Requests whose prompt is computed elsewhere wait there too."""
         instance_id = load.instance_id
         coming = sum(
             served.placement is not None and served.placement.prefill != instance_id
@@ -224,7 +224,7 @@ def failed_output(served: FleetRequest, reason: str, status: int) -> RequestOutp
 
 
 def observe_end(router: Router, instance_id: str, served: FleetRequest, now_s: float) -> None:
-    """Teach the router how long the instances of an answer, which ended at `instance_id`, took."""
+    """Teach the router how long the instances of an answer took. It ended at `instance_id`."""
     arrival_s, first_s = served.request.arrival_s, served.first_token_s
     begin, seen = {}, {"e2e": now_s - arrival_s}
     if first_s is not None:

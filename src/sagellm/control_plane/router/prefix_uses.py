@@ -29,7 +29,7 @@ class _Uses:
 
 
 class PrefixUses:
-    """Counts by edge of the index's tree: an edge ends where prompts part, so it is a prefix that is shared.
+    """Counts by edge of the index's tree. An edge ends where prompts part, so it is a prefix that is shared.
 
     At most `MAX_PREFIXES` are remembered, those that were used most.
     """
@@ -53,7 +53,7 @@ class PrefixUses:
             self._uses = dict(most)
 
     def most_used(self, least_per_s: float) -> list[tuple[Edge, float]]:
-        """Edges that are there, and how often each was used per second lately, if `least_per_s` or more."""
+        """Edges, and how often each was used per second lately. `least_per_s` or more."""
         now_s, found = self._clock.now(), []
         for number, uses in list(self._uses.items()):
             edge = self._index.edge(number)

@@ -34,8 +34,10 @@ class EngineStats:
 
 
 class TenantUse(NamedTuple):
-    """Requests of a tenant in a fleet: those that its quota counts, that wait for it, and that were refused
-    since the front began."""
+    """Requests of a tenant in a fleet, against its quota.
+
+    `num_requests` are counted, `num_waiting` wait for it, `num_refused` were refused since the front began.
+    """
 
     num_requests: int = 0
     num_waiting: int = 0

@@ -60,7 +60,7 @@ class InstanceStatus(Body):
 
 
 class TenantStatus(Body):
-    """A tenant's requests: those that its quota counts, that wait for it, and that were refused."""
+    """A tenant's requests that its quota counts, that wait for it, that were refused."""
 
     name: str
     num_requests: int
