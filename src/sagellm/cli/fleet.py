@@ -77,8 +77,20 @@ def scale(
     _show(_ask("POST", url, "/v1/admin/fleet/scale", key, body), as_json=as_json)
 
 
+@command
+def switch(
+    name: str = _NAME,
+    to: str = flag("--to TYPE", "general, prefilling, decoding or hybrid.", ...),
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Change what an instance serves; no request is lost."""
+    _show(_ask("POST", url, "/v1/admin/fleet/switch", key, {"name": name, "type": to}), as_json=as_json)
+
+
 app = App(help="The instances behind a running server.")
-app.add(status, drain, resume, restart, scale, chips, manifests)
+app.add(status, drain, resume, restart, scale, switch, chips, manifests)
 
 
 def _ask(
@@ -111,6 +123,11 @@ def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
         for each in status["instances"]
     ]  # fmt: skip
     print_tables([Table("Instances", columns, rows, num_names=3)])
+    if status.get("tenants"):
+        names = ("name", "num_requests", "num_waiting", "num_refused")
+        tenants = [tuple(str(each[name]) for name in names) for each in status["tenants"]]
+        columns = ("tenant", "requests", "wait for its quota", "refused")
+        print_tables([Table("Quotas", columns, tenants, num_names=1)])
     print(
         f"{status['num_requests']} requests, {status['num_queued']} of them wait for an instance; "
         f"{status['num_retries']} were begun again"

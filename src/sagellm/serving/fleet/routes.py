@@ -19,14 +19,17 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.fleet_config import FleetConfig
 from sagellm.core.protocols.fleet import InstanceFacts
+from sagellm.core.protocols.router import InstanceType
 from sagellm.engines.llm import LLM
-from sagellm.serving.errors import ConflictError, NotFoundError
+from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.fleet.scaling import FleetCounts, FleetScaling, fleet_counts
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import Body
 
 _LOOK_S = 0.05
+SWITCH_S = 10.0
+"""An instance that has drained says its new type within this time."""
 
 
 State = Literal["starting", "ready", "draining", "drained", "lost", "refused"]
@@ -56,13 +59,26 @@ class InstanceStatus(Body):
     num_lost: int = 0
 
 
+class TenantStatus(Body):
+    """A tenant's requests that its quota counts, that wait for it, that were refused."""
+
+    name: str
+    num_requests: int
+    num_waiting: int
+    num_refused: int
+
+
 class FleetStatus(Body):
-    """The answer of GET /v1/fleet. `num_queued`: requests that wait for an instance."""
+    """The answer of GET /v1/fleet. `num_queued`: requests that wait for an instance.
+
+    `tenants`: those with a quota of their own, and all others together; none without quotas.
+    """
 
     instances: list[InstanceStatus]
     num_requests: int
     num_queued: int
     num_retries: int
+    tenants: list[TenantStatus] = Field(default_factory=list)
 
 
 class InstanceRequest(Body):
@@ -76,6 +92,13 @@ class ScaleRequest(Body):
 
     group: str
     count: int = Field(ge=0, le=1024)
+
+
+class SwitchRequest(Body):
+    """POST /v1/admin/fleet/switch: what an instance serves from then on."""
+
+    name: str
+    type: Literal["general", "prefilling", "decoding", "hybrid"]
 
 
 class Lifecycle(Protocol):
@@ -115,6 +138,20 @@ class FleetRoutes:
         """Give a drained instance requests again."""
         name = self._name(await self.reader.read(InstanceRequest, request))
         await self._set_draining(name, draining=False)
+        return await self.status()
+
+    async def switch(self, request: Request) -> FleetStatus:
+        """Change the type of an instance; returns when it serves as that."""
+        body = await self.reader.read(SwitchRequest, request)
+        kind, drain_s = InstanceType(body.type), self.fleet.drain_timeout_s
+        async with self._busy:
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            if body.name not in members:
+                raise NotFoundError(
+                    f"no instance is named {clipped(body.name)!r}: there are {', '.join(members)}", "name"
+                )
+            await self.gateway.call(lambda llm: _switch(_engine(llm), body.name, kind, drain_s))
+            await self._until(partial(_has_switched, body.name), body.name, drain_s + SWITCH_S)
         return await self.status()
 
     async def restart(self, request: Request) -> FleetStatus:
@@ -257,7 +294,7 @@ def fleet_status(engine: FleetEngine) -> FleetStatus:
         status = InstanceStatus(
             name=name,
             type="" if facts is None else (facts.kind if load is None else load.kind).value,
-            state=_state(member, num_requests),
+            state=_state(member, num_requests, engine.roles.is_changing(name)),
             pid=None if facts is None else facts.pid,
             fault=member.why,
             num_requests=num_requests,
@@ -280,7 +317,19 @@ def fleet_status(engine: FleetEngine) -> FleetStatus:
         num_requests=len(engine.requests),
         num_queued=len(engine.requests.waiting),
         num_retries=engine.num_retries,
+        tenants=[TenantStatus(name=name, **load._asdict()) for name, load in engine.tenants().items()],
     )
+
+
+def _switch(engine: FleetEngine, name: str, kind: InstanceType, drain_s: float) -> None:
+    try:
+        engine.switch(name, kind, drain_s)
+    except ConfigError as error:
+        raise ConflictError(str(error), "type") from error
+
+
+def _has_switched(name: str, llm: LLM) -> bool:
+    return not _engine(llm).roles.is_changing(name)
 
 
 def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
@@ -288,12 +337,14 @@ def _is_member(name: str, wanted: bool, llm: LLM) -> bool:
 
 
 def _state(
-    member: Member, num_requests: int
+    member: Member, num_requests: int, is_changing: bool
 ) -> Literal["starting", "ready", "draining", "drained", "lost", "refused"]:
     if member.fault:
         return "refused"
     if member.facts is None:
         return "lost" if member.num_lost else "starting"
+    if is_changing:
+        return "draining"
     if member.draining:
         return "draining" if num_requests else "drained"
     return "ready"
