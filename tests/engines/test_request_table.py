@@ -28,7 +28,8 @@ OF_OTHER_CLASSES = {
     ("serving/access_log.py", "record.status"),
     ("benchmarks/simulate/cluster.py", "self.served[int(name)].num_preemptions"),
     ("benchmarks/simulate/shared_budget.py", "each.num_computed"),
-    ("control_plane/fleet/engine.py", "error.status"),
+    ("control_plane/admission.py", "error.status"),
+    ("control_plane/quota_waits.py", "error.status"),
     ("control_plane/fleet/messages.py", "made.status"),
     ("serving/gateway.py", "error.status"),
 }
