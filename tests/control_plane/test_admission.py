@@ -16,9 +16,11 @@ from sagellm.control_plane.admission import (
     Reject,
     admission_strategy,
 )
-from sagellm.control_plane.quotas import Quota, TenantQuotas
+from sagellm.control_plane.quota_waits import QuotaWaits
+from sagellm.control_plane.quotas import TenantQuotas
 from sagellm.core.clock import ManualClock
-from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.core.errors import ConfigError, RequestError, UnknownNameError
+from sagellm.core.fleet_config import TenantQuota
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 from sagellm.core.types import SLO, Namespace, Tokens
 
@@ -137,23 +139,27 @@ def test_adaptive_holds_back_while_goals_are_missed() -> None:
 
 
 def test_quotas_hold_across_instances() -> None:
-    quotas = TenantQuotas({"t": Quota(max_requests=1)}, clock=ManualClock())
+    clock = ManualClock()
+    quotas = QuotaWaits(TenantQuotas({"t": TenantQuota(max_requests=1)}, clock), clock=clock)
     admission = controller(quotas=quotas)
     mine = replace(ONE, namespace=Namespace("t"))
+    assert admission.enter(mine, 0)
+    assert not admission.enter(replace(mine, request_id="s"), 0)
     assert admission.decide(mine, [IDLE, IDLE]) == Admit()
-    assert admission.decide(replace(mine, request_id="s"), [IDLE]) == Delay(
-        "its tenant has 1 requests at a time"
-    )
-    admission.finished("r")
-    admission.finished("r")
-    assert admission.decide(replace(mine, request_id="s"), [IDLE]) == Admit()
+    quotas.leave("r")
+    quotas.leave("r")
+    assert quotas.released() == ["s"]
     quotas.check()
 
 
-def test_a_request_above_its_quota_is_refused() -> None:
-    quotas = TenantQuotas({}, Quota(tokens_per_s=10.0, burst_tokens=500), ManualClock())
-    decision = controller(quotas=quotas).decide(ONE, [IDLE])
-    assert decision == Reject("the request may use 1000 tokens, its tenant 500 at once: ask for less")
+def test_what_waits_for_quotas_waits_too() -> None:
+    clock = ManualClock()
+    quotas = QuotaWaits(TenantQuotas({"*": TenantQuota(max_requests=1)}, clock), clock=clock)
+    admission = controller(quotas=quotas, max_waiting=3)
+    assert admission.enter(ONE, 1)
+    assert not admission.enter(replace(ONE, request_id="s"), 1)
+    with pytest.raises(RequestError, match="3 requests wait already"):
+        admission.enter(replace(ONE, request_id="t"), 2)
 
 
 @pytest.mark.parametrize("setting", ["fast", {"patience_s": 1.0}])

@@ -65,80 +65,86 @@ def new_role(kind: InstanceType = InstanceType.PREFILLING) -> tuple[InstanceRole
     return InstanceRole("i", kind, clock, drain_timeout_s=DRAIN_S), clock
 
 
+def state_of(role: InstanceRole) -> str:
+    return role.state.value
+
+
 def test_drain_switch_serve() -> None:
     role, _ = new_role()
-    role.began("a", Service.PREFILL)
     role.change(InstanceType.DECODING)
-    assert role.state.value == "draining"
-    assert not role.accepts(Service.PREFILL)
-    assert not role.accepts(Service.DECODE)
-    assert role.poll() == []
-    role.ended("a")
-    assert role.poll() == []
-    assert role.state.value == "switching"
+    assert state_of(role) == "draining"
+    assert not role.takes_requests
+    assert role.poll({"a": Service.PREFILL}) == []
+    assert state_of(role) == "draining"
+    assert role.poll({}) == []
+    assert state_of(role) == "switching"
     with pytest.raises(ConfigError, match="wait until it serves"):
         role.change(InstanceType.HYBRID)
     role.switched()
-    assert role.accepts(Service.DECODE)
+    assert role.takes_requests
+    assert role.kind is InstanceType.DECODING
+
+
+def test_what_the_new_type_serves_too_stays() -> None:
+    role, _ = new_role()
+    role.change(InstanceType.HYBRID)
+    assert role.poll({"a": Service.PREFILL, "b": Service.GENERATE}) == []
+    assert state_of(role) == "switching"
+    role, _ = new_role(InstanceType.DECODING)
+    role.change(InstanceType.PREFILLING)
+    role.poll({"whole": Service.GENERATE, "answer": Service.DECODE})
+    assert state_of(role) == "draining"
+    role.poll({"whole": Service.GENERATE})
+    assert state_of(role) == "switching"
 
 
 def test_requests_that_do_not_end_are_moved() -> None:
     role, clock = new_role()
-    role.began("a", Service.PREFILL)
-    role.began("b", Service.GENERATE)
-    role.change(None)
-    clock.advance(DRAIN_S - 1)
-    assert role.poll() == []
-    role.change(InstanceType.HYBRID)  # another target gives no more time
-    clock.advance(1)
-    assert role.poll() == ["a", "b"]
-    role.ended("a")
-    assert role.poll() == ["b"]
-    role.ended("b")
-    role.poll()
-    assert role.state is RoleState.SWITCHING
-
-
-def test_a_drain_that_is_cancelled_and_a_switch_that_fails() -> None:
-    role, _ = new_role()
-    assert not role.cancel()
-    role.change(None)
-    assert role.cancel()
-    assert role.accepts(Service.PREFILL)
+    here = {"a": Service.PREFILL, "b": Service.PREFILL, "c": Service.GENERATE}
     role.change(InstanceType.DECODING)
-    role.poll()
-    assert not role.cancel()
-    role.not_switched()
-    assert role.kind is InstanceType.PREFILLING
-    assert role.accepts(Service.PREFILL)
+    clock.advance(DRAIN_S - 1)
+    assert role.poll(here) == []
+    role.change(InstanceType.GENERAL)  # another target gives no more time
+    clock.advance(1)
+    assert role.poll(here) == ["a", "b"]
+    assert role.poll({"b": Service.PREFILL}) == ["b"]
+    assert role.poll({"c": Service.GENERATE}) == []
+    assert state_of(role) == "switching"
 
 
-def test_what_cannot_be_is_an_error() -> None:
+def test_a_change_that_is_cancelled() -> None:
     role, _ = new_role()
-    with pytest.raises(BookkeepingError, match="takes no decode"):
-        role.began("a", Service.DECODE)
-    role.began("a", Service.PREFILL)
-    with pytest.raises(BookkeepingError, match="has request a"):
-        role.began("a", Service.PREFILL)
+    assert not role.cancel()
+    role.change(InstanceType.DECODING)
+    assert role.cancel()
+    assert role.takes_requests
+    assert role.kind is InstanceType.PREFILLING
+    role.change(InstanceType.DECODING)
+    role.poll({})
+    assert not role.cancel()
+
+
+def test_a_switch_that_was_not_asked_for_is_an_error() -> None:
+    role, _ = new_role()
     with pytest.raises(BookkeepingError, match="did not switch"):
         role.switched()
 
 
 class RoleMachine(RuleBasedStateMachine):
-    """An owner that follows the rules, with requests that it counts itself."""
+    """An owner that follows the rules, with requests that it counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.role, self.clock = new_role(InstanceType.HYBRID)
-        self.number, self.here, self.elsewhere, self.done = 0, set[str](), set[str](), set[str]()
+        self.number, self.elsewhere, self.done = 0, set[str](), set[str]()
+        self.here: dict[str, Service] = {}
 
     @rule(service=st.sampled_from(Service))
     def submit(self, service: Service) -> None:
         self.number += 1
         name = str(self.number)
-        if self.role.accepts(service):
-            self.role.began(name, service)
-            self.here.add(name)
+        if self.role.takes_requests and service in services_of([self.role.kind]):
+            self.here[name] = service
         else:
             self.elsewhere.add(name)
 
@@ -146,49 +152,37 @@ class RoleMachine(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         if self.here:
             name = sorted(self.here)[which % len(self.here)]
-            assert self.role.ended(name)
-            assert not self.role.ended(name)
-            self.here.remove(name)
+            del self.here[name]
             self.done.add(name)
 
-    @rule(kind=st.sampled_from([*InstanceType, None]))
-    def change(self, kind: InstanceType | None) -> None:
-        if self.role.state in (RoleState.SERVING, RoleState.DRAINING):
+    @rule(kind=st.sampled_from(InstanceType))
+    def change(self, kind: InstanceType) -> None:
+        if self.role.state is not RoleState.SWITCHING:
             self.role.change(kind)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, DRAIN_S]))
     def poll(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        for name in self.role.poll():
-            assert self.role.ended(name)
-            self.here.remove(name)
+        for name in self.role.poll(self.here):
+            del self.here[name]
             self.elsewhere.add(name)
 
-    @rule(works=st.booleans())
-    def finish_switch(self, *, works: bool) -> None:
+    @rule()
+    def finish_switch(self) -> None:
         if self.role.state is RoleState.SWITCHING:
-            assert not self.here
-            self.role.switched() if works else self.role.not_switched()
+            self.role.switched()
 
     @rule()
     def cancel(self) -> None:
         was_draining = self.role.state is RoleState.DRAINING
         assert self.role.cancel() == was_draining
 
-    @rule()
-    def die(self) -> None:
-        lost = set(self.role.died())
-        assert lost == self.here
-        self.elsewhere |= lost
-        self.here.clear()
-
     @invariant()
-    def no_request_is_lost(self) -> None:
+    def every_request_is_where_it_is_served(self) -> None:
         self.role.check()
-        assert set(self.role.requests) == self.here
         assert len(self.here) + len(self.elsewhere) + len(self.done) == self.number
-        if self.role.state is RoleState.STOPPED:
-            assert not any(self.role.accepts(service) for service in Service)
+        if self.role.state is RoleState.SERVING:
+            assert set(self.here.values()) <= services_of([self.role.kind])
 
 
 RoleMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

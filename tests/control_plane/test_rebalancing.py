@@ -43,6 +43,20 @@ def test_each_target_gets_one_copy_at_a_time() -> None:
     assert [(each.key, each.target) for each in copies] == [(b"system", "coldest"), (b"other", "cold")]
 
 
+def test_what_was_copied_lately_is_not_copied_again_nor_from_there() -> None:
+    coming = replace(SYSTEM_PROMPT, coming=frozenset({"coldest"}))
+    assert replications([coming], FLEET, OPTIONS) == []  # its requests will go there
+    warm = [HOT, WARM, COLD, instance("coldest", 0.8)]
+    [copy] = replications([coming], warm, OPTIONS)
+    assert (copy.source, copy.target) == ("hot", "cold")
+    assert replications([replace(coming, holders=frozenset({"gone"}))], warm, OPTIONS) == []
+
+
+def test_a_busy_target_gets_nothing_and_another_one_does() -> None:
+    [copy] = replications([SYSTEM_PROMPT], FLEET, OPTIONS, {"coldest"})
+    assert copy.target == "cold"
+
+
 def test_what_does_not_pay_is_not_copied() -> None:
     rare = replace(SYSTEM_PROMPT, uses_per_s=0.01)
     held_by_warm = replace(SYSTEM_PROMPT, holders=frozenset({"hot", "warm"}))

@@ -31,6 +31,8 @@ SETTINGS: dict[str, Any] = {
     "engine.backend": "tests.slow_tokens:SlowTokens",
     "server.admin_key": "an admin key",
     "log.level": "info",
+    "fleet.tenant_quotas": {"limited": {"max_requests": 1, "tokens_per_s": 10, "burst_tokens": 200}},
+    "fleet.quota_patience_s": 2.0,
 }
 ADMIN = {"Authorization": "Bearer an admin key"}
 
@@ -128,7 +130,11 @@ def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
             ("drain", {"name": "decode-0"}),
             ("resume", {"name": "decode-0"}),
             ("restart", {"name": "decode-1"}),
+            ("switch", {"name": "decode-0", "type": "prefilling"}),
+            ("switch", {"name": "decode-1", "type": "hybrid"}),
+            ("restart", {"name": "decode-1"}),
             ("scale", {"group": "decode", "count": 3}),
+            ("switch", {"name": "decode-0", "type": "decoding"}),
             ("scale", {"group": "decode", "count": 2}),
         ):
             answer = httpx2.post(f"{fleet.url}/v1/admin/fleet/{path}", json=body, headers=ADMIN, timeout=60)
@@ -138,7 +144,42 @@ def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
         for thread in threads:
             thread.join()
     assert not failures
+    types = {each["name"]: each["type"] for each in fleet.status()["instances"]}
+    assert types == {"prefill-0": "prefilling", "decode-0": "decoding", "decode-1": "hybrid"}
+    answer = httpx2.post(
+        f"{fleet.url}/v1/admin/fleet/switch", json={"name": "decode-1", "type": "decoding"}, headers=ADMIN
+    )
+    assert answer.status_code == 200
     assert {each["name"] for each in fleet.status()["instances"]} == {"prefill-0", "decode-0", "decode-1"}
+
+
+def test_a_tenant_over_its_quota_hears_when_to_come_again(fleet: Fleet) -> None:
+    fleet.wait_until_healthy(20)
+
+    def ask(max_tokens: int) -> httpx2.Response:
+        body = {
+            "model": "sagellm-demo", "prompt": prompt_of(7), "max_tokens": max_tokens, "temperature": 0,
+            "ignore_eos": True, "cache_salt": "limited",
+        }  # fmt: skip
+        return fleet.client.post(f"{fleet.url}/v1/completions", json=body, timeout=60.0)
+
+    assert ask(100).status_code == 200
+    soon = ask(100)
+    assert soon.status_code == 429
+    assert 5 <= int(soon.headers["Retry-After"]) <= 12
+    assert "10 tokens per second" in soon.json()["error"]["message"]
+    never = ask(141)
+    assert never.status_code == 429
+    assert never.headers["x-should-retry"] == "false"
+    assert "Retry-After" not in never.headers
+    assert "shorten the prompt or max_tokens by 1" in never.json()["error"]["message"]
+    assert asked(fleet, 8, 5)
+    assert fleet.status()["quotas"] == [
+        {"name": "limited", "num_requests": 0, "num_waiting": 0, "num_refused": 2},
+        {"name": "(other)", "num_requests": 0, "num_waiting": 0, "num_refused": 0},
+    ]
+    text = fleet.client.get(f"{fleet.url}/metrics", timeout=20.0).text
+    assert 'sagellm_tenant_refused_requests_total{model_name="sagellm-demo",tenant="limited"} 2.0' in text
 
 
 @pytest.mark.parametrize(
@@ -146,6 +187,8 @@ def test_operations_lose_no_request(fleet: Fleet, one_engine: LLM) -> None:
     [
         ("drain", {}, 400, "which instance"),
         ("drain", {"name": "x"}, 404, "prefill-0"),
+        ("switch", {"name": "x", "type": "hybrid"}, 404, "prefill-0"),
+        ("switch", {"name": "decode-0", "type": "embedding"}, 400, "hybrid"),
         ("scale", {"group": "x", "count": 1}, 400, "prefill, decode"),
         ("scale", {"group": "decode", "count": -1}, 400, "count"),
     ],
@@ -171,6 +214,11 @@ def test_commands(fleet: Fleet) -> None:
     resumed = _run("fleet", "resume", "decode-0", "--url", fleet.url, "--admin-key", "an admin key", "--json")
     assert resumed.returncode == 0
     assert '"ready"' in resumed.stdout
+    for kind in ("hybrid", "decoding"):
+        arguments = ("--to", kind, "--url", fleet.url, "--admin-key", "an admin key")
+        switched = _run("fleet", "switch", "decode-0", *arguments)
+        assert switched.returncode == 0
+        assert kind in switched.stdout
     nobody = _run("fleet", "status", "--url", "http://127.0.0.1:9")
     assert nobody.returncode == 2
     assert "--url" in nobody.stderr

@@ -78,8 +78,20 @@ def scale(
     _show(ask("POST", url, "/v1/admin/fleet/scale", key, body), as_json=as_json)
 
 
+@command
+def switch(
+    name: str = _NAME,
+    to: str = flag("--to TYPE", "general, prefilling, decoding or hybrid.", ...),
+    url: str | None = _URL,
+    key: str | None = _KEY,
+    as_json: bool = _JSON,
+) -> None:
+    """Change what an instance serves; no request is lost."""
+    _show(_ask("POST", url, "/v1/admin/fleet/switch", key, {"name": name, "type": to}), as_json=as_json)
+
+
 app = App(help="The instances behind a running server.")
-app.add(status, drain, resume, restart, scale, chips, manifests)
+app.add(status, drain, resume, restart, scale, switch, chips, manifests)
 
 
 class NotServingError(ConfigError):
@@ -124,5 +136,10 @@ def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
     from sagellm.diagnostics.watch.fleet import fleet_lines, fleet_table
 
     print_tables([fleet_table(status)])
+    if status["quotas"]:
+        names = ("name", "num_requests", "num_waiting", "num_refused")
+        quotas = [tuple(str(each[name]) for name in names) for each in status["quotas"]]
+        columns = ("tenant", "requests", "wait for its quota", "refused")
+        print_tables([Table("Quotas", columns, quotas, num_names=1)])
     for line in fleet_lines(status):
         print(line)

@@ -49,6 +49,7 @@ class MachineOptions(OptionGroup):
         "--report SECONDS", "Between reports of load; default: 0, the present state."
     )
     event_delay_s: float | None = flag("--event-delay SECONDS", "Until a router knows of KV; default: 0.")
+    replicate: bool | None = flag("--replicate", "Copy hot prefixes to instances with little to do.")
     network: float | None = flag("GB/S", "Of one instance; default: the device's.")
 
     def setup(self, goal_options: GoalOptions) -> SimulationSetup:
@@ -67,6 +68,7 @@ class MachineOptions(OptionGroup):
             network_bytes_per_s=None if self.network is None else self.network * 1e9,
             instances=self.instances,
             hybrid=self.hybrid,
+            replication={} if self.replicate else None,
             router=self.router,
             admission=self.admission,
             report_s=self.report_s,

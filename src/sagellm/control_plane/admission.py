@@ -1,7 +1,7 @@
 """Whether a request enters the fleet now, later or not at all.
 
-A strategy orders and decides; the controller around it knows limits that hold for each of them: what fits,
-what a tenant may use, how many may wait.
+A strategy orders and decides; the controller around it knows limits that hold for each of them: what a tenant
+may use, what fits, how many may wait.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from sagellm.control_plane.quotas import TenantQuotas
+from sagellm.control_plane.quota_waits import OVERLOADED, QuotaWaits
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import ConfigError, UnknownNameError, nearest
+from sagellm.core.errors import ConfigError, RequestError, UnknownNameError, nearest
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 
 DEPTH = 8
@@ -28,11 +28,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The request waits. `retry_s`: when it may enter at the earliest, if that is known; else ask again when
-    an instance has room."""
+    """The request waits: ask again when an instance has room."""
 
     reason: str
-    retry_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,9 @@ def admission_strategy(setting: str | Mapping[str, Any]) -> AdmissionStrategy:
 
 
 class AdmissionController:
-    """Decides for one front. An accepted request counts against its tenant's quota until `finished`.
+    """Decides for one front. `enter` comes once for each request, then `decide` until it is placed.
+
+    `quotas`: a request that has entered counts there until it ends, also where it is placed again.
 
     `depth`: requests that may wait at each instance. `max_waiting`: in the queues before them.
     """
@@ -198,7 +198,7 @@ class AdmissionController:
     def __init__(
         self,
         strategy: str | Mapping[str, Any] = "fifo",
-        quotas: TenantQuotas | None = None,
+        quotas: QuotaWaits | None = None,
         *,
         depth: int = DEPTH,
         max_waiting: int = 4096,
@@ -210,11 +210,25 @@ class AdmissionController:
                 f"{max_waiting}"
             )
         self.strategy = admission_strategy(strategy)
-        self.quotas = quotas
+        self.quotas = QuotaWaits(clock=clock) if quotas is None else quotas
         self.depth = depth
         self.max_waiting = max_waiting
         self._clock = clock or MonotonicClock()
         self._accepted: deque[float] = deque()
+
+    def enter(self, request: RequestMetadata, num_waiting: int) -> bool:
+        """Whether a new request may be decided on. Else `quotas.released` names it later.
+
+        `num_waiting`: requests in the queues. Raises `RequestError` (429) where too many wait, and for what
+        its tenant may not use.
+        """
+        num_waiting += len(self.quotas)
+        if num_waiting >= self.max_waiting:
+            waiting = f"{num_waiting} requests wait already: try again later"
+            error = RequestError(waiting, code="rate_limit_exceeded")
+            error.status = OVERLOADED
+            raise error
+        return self.quotas.enter(request)
 
     def decide(
         self,
@@ -230,11 +244,7 @@ class AdmissionController:
         if refused is not None:
             return refused
         decision: Decision
-        quota = None if self.quotas is None else self.quotas.limit(request)
-        if quota is not None:
-            never, until_s, reason = quota
-            decision = Reject(reason) if never else Delay(reason, until_s)
-        elif not serving:
+        if not serving:
             decision = Delay("no instance serves at the moment")
         else:
             decision = self.strategy.decide(self.case(request, serving, num_cached))
@@ -242,14 +252,7 @@ class AdmissionController:
             return Reject(f"{num_waiting} requests wait already, {decision.reason}: try again later")
         if isinstance(decision, Admit):
             self._accepted.append(self._clock.now())
-            if self.quotas is not None:
-                self.quotas.start(request)
         return decision
-
-    def finished(self, request_id: str) -> None:
-        """An accepted request has ended, in whatever way. Does nothing the second time."""
-        if self.quotas is not None:
-            self.quotas.finish(request_id)
 
     def case(
         self, request: RequestMetadata, serving: Sequence[ExecutionInstance], num_cached: int = 0

@@ -69,22 +69,20 @@ def may_leave(instances: Sequence[ExecutionInstance], instance_id: str) -> bool:
 
 
 class RoleState(Enum):
-    """SERVING takes requests. DRAINING ends those that it has, and takes none. SWITCHING has none: its
-    process changes its type, restarts or ends. STOPPED has ended for good."""
+    """SERVING takes requests. DRAINING takes none, and ends those that its new type does not serve. SWITCHING
+    has none of those: its process changes its type."""
 
     SERVING = "serving"
     DRAINING = "draining"
     SWITCHING = "switching"
-    STOPPED = "stopped"
 
 
 class InstanceRole:
-    """The type of an instance, and the requests on it while it drains.
+    """The type of an instance, and its change: drain, switch, serve.
 
-    One way for a change of type, a restart and a stop: drain, switch, serve. The owner asks `accepts` before
-    it submits a request, says `began` and `ended` of each, and calls `poll`. Requests that have not ended
-    `drain_timeout_s` after the drain began are named by `poll`: the owner submits them elsewhere, with what
-    they have generated, and says `ended` here.
+    The owner gives it no new request unless it `takes_requests`, and calls `poll` with those that are there.
+    Requests that the new type does not serve, and that have not ended `drain_timeout_s` after the drain
+    began, are named by `poll`: the owner submits them elsewhere, with what they have generated.
     """
 
     def __init__(
@@ -92,41 +90,22 @@ class InstanceRole:
     ) -> None:
         self.instance_id, self.kind = instance_id, kind
         self.state = RoleState.SERVING
-        self.target: InstanceType | None = kind
+        self.target = kind
         self._clock, self._drain_timeout_s = clock, drain_timeout_s
         self._drain_ends_s = 0.0
-        self._requests: dict[str, Service] = {}
 
     @property
-    def requests(self) -> Mapping[str, Service]:
-        """Requests that are here, by id."""
-        return dict(self._requests)
+    def takes_requests(self) -> bool:
+        return self.state is RoleState.SERVING
 
-    def accepts(self, service: Service) -> bool:
-        """Whether a new request may come here, if no better instance is there."""
-        served = SERVES[self.kind] | ALSO_SERVES.get(self.kind, frozenset())
-        return self.state is RoleState.SERVING and service in served
-
-    def began(self, request_id: str, service: Service) -> None:
-        """A request was submitted. Raises `BookkeepingError` if this instance does not accept it."""
-        if not self.accepts(service):
-            raise BookkeepingError(f"{self.instance_id} is {self.state.value}: it takes no {service.value}")
-        if request_id in self._requests:
-            raise BookkeepingError(f"{self.instance_id} has request {request_id}")
-        self._requests[request_id] = service
-
-    def ended(self, request_id: str) -> bool:
-        """A request has ended, failed, or moved elsewhere. False if it is not here: it ended before."""
-        return self._requests.pop(request_id, None) is not None
-
-    def change(self, target: InstanceType | None) -> None:
-        """Begin to drain: for another type, a restart (same type), or the end (None).
+    def change(self, target: InstanceType) -> None:
+        """Begin to drain for another type.
 
         While it drains, another target replaces the first, and the time to drain goes on. Raises
-        `ConfigError` once it is switching or stopped.
+        `ConfigError` once it is switching.
         """
-        if self.state not in (RoleState.SERVING, RoleState.DRAINING):
-            raise ConfigError(f"{self.instance_id} is {self.state.value}: wait until it serves")
+        if self.state is RoleState.SWITCHING:
+            raise ConfigError(f"{self.instance_id} is switching: wait until it serves")
         if self.state is RoleState.SERVING:
             self._drain_ends_s = self._clock.now() + self._drain_timeout_s
         self.target, self.state = target, RoleState.DRAINING
@@ -138,42 +117,27 @@ class InstanceRole:
         self.target, self.state = self.kind, RoleState.SERVING
         return True
 
-    def poll(self) -> list[str]:
-        """Go on: from draining to switching when no request is left. Returns requests to move elsewhere."""
+    def poll(self, requests: Mapping[str, Service]) -> list[str]:
+        """Go on: from draining to switching when no request is left that must end. `requests`: those here.
+
+        Returns requests to move elsewhere.
+        """
         if self.state is not RoleState.DRAINING:
             return []
-        if not self._requests:
+        served = services_of([self.target])
+        left = [request_id for request_id, service in requests.items() if service not in served]
+        if not left:
             self.state = RoleState.SWITCHING
             return []
-        return list(self._requests) if self._clock.now() >= self._drain_ends_s else []
+        return left if self._clock.now() >= self._drain_ends_s else []
 
     def switched(self) -> None:
-        """Its process has changed, and serves as `target`, or has ended. Only after `poll` said so."""
-        self._leave_switching()
-        if self.target is None:
-            self.state = RoleState.STOPPED
-        else:
-            self.kind, self.state = self.target, RoleState.SERVING
-
-    def not_switched(self) -> None:
-        """The change failed: it serves as before."""
-        self._leave_switching()
-        self.target, self.state = self.kind, RoleState.SERVING
-
-    def died(self) -> list[str]:
-        """Its process is gone. Returns the requests that must be submitted elsewhere; none is here then."""
-        lost = list(self._requests)
-        self._requests.clear()
-        self.state = RoleState.STOPPED
-        return lost
-
-    def check(self) -> None:
-        """Raises `BookkeepingError` where a request is on an instance that cannot serve it."""
-        if self._requests and self.state not in (RoleState.SERVING, RoleState.DRAINING):
-            raise BookkeepingError(f"{self.instance_id} is {self.state.value} and has {list(self._requests)}")
-        if self.state is RoleState.SERVING and self.target is not self.kind:
-            raise BookkeepingError(f"{self.instance_id} serves as {self.kind} and shall be {self.target}")
-
-    def _leave_switching(self) -> None:
+        """Its process has changed, and serves as `target`. Only after `poll` said so."""
         if self.state is not RoleState.SWITCHING:
             raise BookkeepingError(f"{self.instance_id} is {self.state.value}: it did not switch")
+        self.kind, self.state = self.target, RoleState.SERVING
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where it serves, and shall be something else."""
+        if self.state is RoleState.SERVING and self.target is not self.kind:
+            raise BookkeepingError(f"{self.instance_id} serves as {self.kind} and shall be {self.target}")

@@ -78,10 +78,12 @@ class WeightShapeError(ModelError):
 
 class RequestError(SageError):
     """A request cannot be served as sent. Attributes: `param` the offending parameter; `status` the HTTP
-    status; `code` a machine-readable reason."""
+    status; `code` a machine-readable reason; `retry_after_s` when the same request may succeed: None: not
+    known, infinite: never."""
 
     status = 400
     code: str | None = "invalid_value"
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -6,6 +6,7 @@ instances of it, each with a configuration of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Annotated, Any, Literal
@@ -25,6 +26,28 @@ MIN_KEY_CHARACTERS = 16
 BEATS_PER_LEASE = 3
 """A lease outlives two heartbeats that are lost."""
 _WITHOUT_ENGINE = (InstanceType.EMBEDDING, InstanceType.LLM_EMBEDDING)
+
+
+class TenantQuota(Section):
+    """What one tenant may use of the whole fleet; none: no limit."""
+
+    max_requests: Positive | None = key(None, "requests that it has at a time")
+    tokens_per_s: float | None = key(
+        None, "tokens of its prompts and answers, in the long run", gt=0.0, le=1e9
+    )
+    burst_tokens: Positive | None = key(None, "such tokens at once; none: those of ten seconds")
+
+    @model_validator(mode="after")
+    def _burst_fills_again(self) -> TenantQuota:
+        if self.burst_tokens is not None and self.tokens_per_s is None:
+            raise ValueError("burst_tokens needs tokens_per_s, at which it fills again")
+        return self
+
+    @property
+    def burst(self) -> float:
+        if self.burst_tokens is not None:
+            return self.burst_tokens
+        return math.inf if self.tokens_per_s is None else 10 * self.tokens_per_s
 
 
 class PlainServerConfig(Section):
@@ -158,6 +181,16 @@ class FleetConfig(Section):
     separation_options: dict[str, Any] = key({}, "its options")
     admission: Word = key("fifo", "which waiting request goes to an instance next, by a name")
     admission_options: dict[str, Any] = key({}, "its options")
+    replication: bool = key(False, "copy prefixes that many requests use to instances that have little to do")
+    replication_options: dict[str, Any] = key({}, "its options")
+    tenant_quotas: dict[str, TenantQuota] = key(
+        {},
+        "limits by tenant, over all instances: {NAME: {max_requests: 8, tokens_per_s: 2000, burst_tokens: "
+        "20000}}; the name * stands for each other tenant",
+    )
+    quota_patience_s: Seconds = key(
+        60.0, "seconds that a request waits for its tenant's quota; then it is refused (429)"
+    )
     heartbeat_s: Seconds = key(0.25, "seconds between signs of life, and between load reports")
     lease_s: Seconds = key(2.0, "seconds without a sign of life after which the other side counts as gone")
     silence_s: Seconds = key(

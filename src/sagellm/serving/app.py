@@ -223,6 +223,7 @@ def _handlers(
         ("GET", "/v1/admin/fleet/instances/{name}"): fleet.instance,
         ("POST", "/v1/admin/fleet/drain"): fleet.drain,
         ("POST", "/v1/admin/fleet/resume"): fleet.resume,
+        ("POST", "/v1/admin/fleet/switch"): fleet.switch,
         ("POST", "/v1/admin/fleet/restart"): fleet.restart,
         ("POST", "/v1/admin/fleet/scale"): fleet.scale,
         ("POST", "/reset_prefix_cache"): admin.clear_cache,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -155,12 +156,18 @@ class BugAnswers:
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    headers = _retry_headers(error) if error.status in (429, 503) else {}
     if error.status in (408, 503):  # a slow body is left unread; the server ends
         headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.status, headers)
+
+
+def _retry_headers(error: RequestError) -> dict[str, str]:
+    """When to try again. OpenAI's clients do not, where the second header says so."""
+    after_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+    return {"x-should-retry": "false"} if math.isinf(after_s) else {"Retry-After": str(math.ceil(after_s))}
 
 
 async def _left(request: Request, _error: Exception) -> Response:

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import sagellm
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, TenantUse
 from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.core.types import CapabilityDescriptor
@@ -169,6 +169,8 @@ class ServerMetrics(Collector):
         text = "Tokens that they found in the prefix index, by configured tenant"
         hits = {tenant: tokens.num_hit_tokens for tenant, tokens in reuse.items()}
         yield self._count("tenant_prefix_cache_hits", text, hits, "tenant")
+        if found.tenants:
+            yield from self._tenants(found.tenants)
         if stats.reuse is not None:
             yield from self._reuse(stats.reuse)
         if stats.misses is not None:
@@ -176,6 +178,17 @@ class ServerMetrics(Collector):
             yield self._count("kv_misses", text, stats.misses._asdict(), "cause")
         if self._shows_experts:
             yield self._expert_rows()
+
+    def _tenants(self, tenants: Mapping[str, TenantUse]) -> Iterator[Metric]:
+        text = "Requests of a fleet that a tenant's quota counts, or that wait for it"
+        family = GaugeMetricFamily("sagellm_tenant_requests", text, labels=(_LABEL, "tenant", "state"))
+        for tenant, load in tenants.items():
+            family.add_metric((self._model, tenant, "counted"), load.num_requests)
+            family.add_metric((self._model, tenant, "waiting"), load.num_waiting)
+        yield family
+        text = "Requests that were refused for a tenant's quota"
+        refused = {tenant: load.num_refused for tenant, load in tenants.items()}
+        yield self._count("tenant_refused_requests", text, refused, "tenant")
 
     def _expert_rows(self) -> Metric:
         text = "Rows that each expert has computed"

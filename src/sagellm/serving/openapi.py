@@ -30,7 +30,7 @@ from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.explain import ExplainRequest
-from sagellm.serving.fleet.routes import InstanceRequest, ScaleRequest
+from sagellm.serving.fleet.routes import InstanceRequest, ScaleRequest, SwitchRequest
 from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
@@ -204,6 +204,13 @@ FOR_OPERATORS: Endpoints = {
         FleetStatus,
         InstanceRequest,
         examples={"one": {"name": "decode-0"}},
+        statuses=FLEET,
+    ),
+    ("POST", "/v1/admin/fleet/switch"): Endpoint(
+        "Change the type of an instance",
+        FleetStatus,
+        SwitchRequest,
+        examples={"one": {"name": "decode-0", "type": "hybrid"}},
         statuses=FLEET,
     ),
     ("POST", "/v1/admin/fleet/restart"): Endpoint(

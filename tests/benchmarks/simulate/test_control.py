@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,9 +17,22 @@ from sagellm.benchmarks.simulate.simulation import (
     build_cluster,
 )
 from sagellm.benchmarks.simulate.workload import RequestMaker, WorkloadSpec, workload
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.router import Placement
 from sagellm.core.types import Request, Tokens
-from tests.benchmarks.simulate.stand_in import VOCAB, StandIn, config, request, served, trace
+from tests.benchmarks.simulate.stand_in import (
+    STEP_S,
+    VOCAB,
+    FixedStepBackend,
+    StandIn,
+    config,
+    request,
+    served,
+    trace,
+)
 
 TURNS = trace(*(request(1.0 * at, 400, 1, list(range(50))) for at in range(4)))
 
@@ -113,6 +126,53 @@ def test_a_prefix_is_fetched_from_a_peer() -> None:
     assert found.figures["hit_ratio"] > 0.8, "the second instance never computed the prompt"
     computed = [int(sum(log.prefill_tokens)) for log in found.step_logs.values()]
     assert computed[1] < 80
+
+
+@dataclass(frozen=True)
+class Measured(StandIn):
+    """Its instances say what a prompt token takes."""
+
+    def backend(self, clock: ManualClock, config: Config) -> InferenceBackend:
+        made = super().backend(clock, config)
+        assert isinstance(made, FixedStepBackend)
+        made._capability = replace(made._capability, prefill_token_s=STEP_S / 16)
+        return made
+
+
+class OnFirst:
+    """Sends all to the first instance."""
+
+    reads_cache = True
+
+    def place(self, request: Any, instances: Any, cached: Any) -> Placement:
+        return Placement(instances[0].instance_id, instances[0].instance_id)
+
+    def observe(self, instance_id: str, latencies_s: Any) -> None:
+        """Nothing is learned."""
+
+
+def test_hot_prefixes_are_copied_to_instances_that_compute_little() -> None:
+    machine, chosen = Measured(network_bytes_per_s=1e6), config()
+    made = trace(*(request(0.05 * at, 88, 5, [*range(10), 100 + at]) for at in range(120)))
+    work = workload(made, WorkloadSpec(), machine.max_model_len(chosen))
+    router = "tests.benchmarks.simulate.test_control:OnFirst"
+    first, second = (
+        build_cluster(chosen, machine, ClusterLayout(2, router=router, replication=options))
+        for options in (None, {})
+    )
+    counts = []
+    for cluster in (first, second):
+        served_requests = cluster.run(work, RequestMaker(work, VOCAB))
+        assert all(one.outcome is RequestOutcome.FINISHED for one in served_requests)
+        counts.append(cluster.instances[1].num_cached(RequestMaker(work, VOCAB).make(0, 0.0, 1)))
+        cluster.control.index.check()
+    assert first.control.replicator is None
+    replicator = second.control.replicator
+    assert replicator is not None
+    replicator.check()
+    assert replicator.num_copies >= replicator.num_arrived >= 1
+    assert counts == [0, 80]
+    assert not len(second.instances[1].step_log), "nothing was computed there"
 
 
 @pytest.mark.parametrize("policy", ["never", "always", "threshold", "cost", "adaptive"])

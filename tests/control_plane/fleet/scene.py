@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from sagellm.control_plane.admission import AdmissionController
 from sagellm.control_plane.fleet.client import PING_S, Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
 from sagellm.control_plane.fleet.served import FleetPolicy
 from sagellm.control_plane.kv_events import KVEventPublisher
+from sagellm.control_plane.rebalancing import RebalancingOptions
+from sagellm.control_plane.replication import Replicator
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import EventsConfig
@@ -88,12 +91,18 @@ class Scene:
         exchanges: bool = False,
         router: InTurn | None = None,
         publishes: bool = False,
+        kinds: Mapping[str, InstanceType] | None = None,
+        num_blocks: Mapping[str, int] | None = None,
+        admission: AdmissionController | None = None,
+        replication: RebalancingOptions | None = None,
     ):
         self.folder, self.clock = folder, MonotonicClock()
         self.publishes = publishes
+        self.kinds, self.num_blocks = dict(kinds or {}), dict(num_blocks or {})
+        self.policy, self.lease_s, self.silence_s = policy or FleetPolicy(), lease_s, silence_s
+        self.admission, self.replication = admission, replication
         self.backends: dict[str, TokenMemoryBackend] = {}
         self.servers: dict[str, InstanceServer] = {}
-        self.policy, self.lease_s, self.silence_s = policy or FleetPolicy(), lease_s, silence_s
         self.router = router or InTurn()
         self.network = InProcessNetwork(threaded=False) if exchanges else None
         self.tokens: dict[str, list[int]] = {}
@@ -112,19 +121,36 @@ class Scene:
             silence_s=self.silence_s,
         )
         self.prefixes = PrefixIndex(self.clock)
+        replicator = None
+        if self.replication is not None:
+            replicator = Replicator(self.prefixes, self.replication, self.clock)
         self.front = FleetEngine(
-            self.instances, self.router, self.prefixes, _check, clock=self.clock, policy=self.policy
+            self.instances,
+            self.router,
+            self.prefixes,
+            _check,
+            clock=self.clock,
+            policy=self.policy,
+            admission=self.admission,
+            replicator=replicator,
         )
         for name in self.servers:
             self.front.know(self.instances.add(name, self.endpoint(name)))
         self.until(lambda: all(each.is_here for each in self.front.members.values()))
+
+    def replace_front(self) -> None:
+        """The front ends, and another one takes over."""
+        self.front.close()
+        self.start_front()
 
     def endpoint(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}"
 
     def start(self, name: str) -> InstanceServer:
         events = EventBus()
-        self.backends[name] = TokenMemoryBackend(num_blocks=1200, max_model_len=4096)
+        self.backends[name] = TokenMemoryBackend(
+            num_blocks=self.num_blocks.get(name, 1200), max_model_len=4096
+        )
         engine = fake_engine(self.backends[name], events=events, clock=self.clock)
         hand_overs, metadata = None, b""
         publisher = None
@@ -140,9 +166,9 @@ class Scene:
             metadata = hand_overs.transfers.channel.metadata()
         server = self.servers[name] = InstanceServer(
             name, engine, self.endpoint(name), KEY, max_model_len=engine.max_model_len,
-            kind=InstanceType.GENERAL, events=events, hand_overs=hand_overs, transfers=metadata,
-            actions={"hot_prefixes": engine.kv.index.hot_prefixes}, publisher=publisher,
-            version="sageLLM 1", clock=self.clock,
+            kind=self.kinds.get(name, InstanceType.GENERAL), events=events, hand_overs=hand_overs,
+            transfers=metadata, actions={"hot_prefixes": engine.kv.index.hot_prefixes},
+            publisher=publisher, version="sageLLM 1", clock=self.clock,
         )  # fmt: skip
         return server
 

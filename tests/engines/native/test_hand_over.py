@@ -110,16 +110,14 @@ class Front:
             hand_overs.transfers.channel.wait(0.001)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["in_process", "shared_memory"])
-def test_tokens_are_those_of_one_engine(
-    kind: str, overlap: bool, seed: int, model: Path, stack: ExitStack
+def check_same_tokens(
+    kind: str, seed: int, model: Path, stack: ExitStack, **settings: dict[str, Any]
 ) -> None:
+    """`settings`: those of the node `prefill`, and of `decode`."""
     network, asked, nodes = InProcessNetwork(), requests(), dict[str, HandOvers]()
-    settings: dict[str, Any] = {"model.dtype": "float64", "engine.overlap": overlap, "kv.num_blocks": 40}
+    common = {"model.dtype": "float64", "kv.num_blocks": 40}
     for node in ("prefill", "decode"):
-        made: Engine = engine(model, **settings)
+        made: Engine = engine(model, **common, **settings.get(node, {}))
         stack.callback(made.close)
         nodes[node] = HandOvers(build_transfers(made, node, transport(kind, node, network)))
         stack.callback(nodes[node].transfers.close)
@@ -144,3 +142,19 @@ def test_tokens_are_those_of_one_engine(
     for hand_overs in nodes.values():
         busy = hand_overs.transfers.engine
         assert busy.kv.block_states().active == 0 or hand_overs.has_work
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["in_process", "shared_memory"])
+def test_tokens_are_those_of_one_engine(
+    kind: str, overlap: bool, seed: int, model: Path, stack: ExitStack
+) -> None:
+    given = {"engine.overlap": overlap}
+    check_same_tokens(kind, seed, model, stack, prefill=given, decode=given)
+
+
+@pytest.mark.parametrize("apart", [("prefill",), ("decode",), ("prefill", "decode")])
+def test_attention_and_mlps_may_be_apart_too(apart: tuple[str, ...], model: Path, stack: ExitStack) -> None:
+    """The rank with attention has whole blocks, and sends and takes them as an engine of one rank."""
+    check_same_tokens("in_process", 0, model, stack, **{node: {"parallel.ffn": 1} for node in apart})

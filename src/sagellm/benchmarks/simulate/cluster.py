@@ -17,10 +17,11 @@ from operator import itemgetter
 
 from sagellm.benchmarks.simulate.control import ControlSetting, SimulatedControlPlane, metadata
 from sagellm.benchmarks.simulate.instance import Instance
-from sagellm.benchmarks.simulate.network import Links, PromptTransfer
+from sagellm.benchmarks.simulate.network import Links, PromptTransfer, receive
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload, output_tokens
 from sagellm.control_plane.admission import Admit, Reject
 from sagellm.control_plane.queues import QueuedRequest
+from sagellm.control_plane.replication import PrefixCopy
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
@@ -99,8 +100,10 @@ class Cluster:
         self.instances = list(instances)
         self._by_name = {instance.name: instance for instance in self.instances}
         _check_roles(self.instances, self._by_name)
-        self.control = SimulatedControlPlane(control or ControlSetting(), self.instances)
         self._links = links or Links()
+        self.control = SimulatedControlPlane(
+            control or ControlSetting(), self.instances, self._links.bytes_per_s
+        )
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._num_events = 0
         self._delayed: dict[str, Request] = {}
@@ -185,6 +188,18 @@ class Cluster:
             self.control.prefill_queue.push(metadata(request, now_s), now_s)
             if len(self._delayed) == 1:
                 self._at(now_s + DRAIN_S, self._drain)
+        for copy in self.control.copies(now_s):
+            self._copy(copy, now_s)
+
+    def _copy(self, copy: PrefixCopy, now_s: float) -> None:
+        request = Request(copy.copy_id, copy.tokens, FIRST_TOKEN, namespace=copy.namespace)
+        source, target = self._by_name[copy.source], self._by_name[copy.target]
+        transfer = PromptTransfer(request, len(copy.tokens), source, target, now_s)
+        self._links.book(transfer, now_s)
+        self._at(transfer.end_s, self._take_copy, transfer)
+
+    def _take_copy(self, _now_s: float, transfer: PromptTransfer) -> None:
+        receive(transfer.target.engine.kv, transfer.request, transfer.num_prompt_tokens)
 
     def _enter(self, request: Request, now_s: float, num_waiting: int) -> bool:
         """Places or rejects a request; False if it must wait."""
@@ -271,7 +286,7 @@ class Cluster:
         self._decode_at.pop(served.number, None)
         if outcome is RequestOutcome.FINISHED:
             latencies_s = {"ttft": served.ttft_s, "tpot": served.tpot_s, "e2e": served.e2e_s}
-            self.control.finished(str(served.number), (served.prefill, served.decode), latencies_s)
+            self.control.finished((served.prefill, served.decode), latencies_s)
         after = self._workload.follows.get(served.number)
         if after is None and self._sessions:
             after = self._sessions.popleft()

@@ -16,6 +16,8 @@ from typing import Any
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.control_plane.admission import ADMIT, AdmissionController, Decision
 from sagellm.control_plane.queues import PhaseQueue, QueuePhase
+from sagellm.control_plane.rebalancing import RebalancingOptions
+from sagellm.control_plane.replication import PrefixCopy, Replicator
 from sagellm.control_plane.router import make_router
 from sagellm.control_plane.router.prefix_index import KVEventItem, PrefixIndex
 from sagellm.core.clock import ManualClock
@@ -35,7 +37,8 @@ from sagellm.core.types import Namespace, Request
 class ControlSetting:
     """A router and an admission strategy, by name or with options.
 
-    `admission` None accepts everything. `report_s`: time between two reports of an instance; 0: the router
+    `admission` None accepts everything. `replication`: options by which hot prefixes are copied; None: none
+    are. `report_s`: time between two reports of an instance; 0: the router
     sees the present state.
     """
 
@@ -43,6 +46,7 @@ class ControlSetting:
     admission: str | Mapping[str, Any] | None = None
     report_s: float = 0.0
     event_delay_s: float = 0.0
+    replication: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("report_s", self.report_s), ("event_delay_s", self.event_delay_s)):
@@ -61,7 +65,10 @@ class ControlSetting:
 class SimulatedControlPlane:
     """What a front does for the instances of one cluster. `begin` must be called once, before requests."""
 
-    def __init__(self, setting: ControlSetting, instances: Sequence[Instance]) -> None:
+    def __init__(
+        self, setting: ControlSetting, instances: Sequence[Instance], bytes_per_s: float = 1e9
+    ) -> None:
+        """`bytes_per_s`: of the network between the instances."""
         self.clock = ManualClock()
         self.router = make_router(setting.router, self.clock)
         self.admission = None
@@ -71,6 +78,12 @@ class SimulatedControlPlane:
             QueuePhase.PREFILL, self._order, max_waiting=1 << 30, clock=self.clock
         )
         self.index = PrefixIndex(self.clock)
+        self.replicator = None
+        if setting.replication is not None:
+            size = instances[0].engine.backend.get_kv_schema().bytes_per_token
+            link = {"bytes_per_token": size, "bytes_per_s": bytes_per_s}
+            options = RebalancingOptions(**{**link, **setting.replication})
+            self.replicator = Replicator(self.index, options, self.clock)
         self._setting = setting
         self._instances = list(instances)
         self._names = [instance.name for instance in instances]
@@ -143,11 +156,19 @@ class SimulatedControlPlane:
         cached = self.cached(request, now_s)
         if len(self._instances) == 1:
             return Placement(self._names[0], self._names[0], "the only one"), cached
-        return self.router.place(metadata(request, now_s), self.reports(now_s), cached), cached
+        placement = self.router.place(metadata(request, now_s), self.reports(now_s), cached)
+        if self.replicator is not None:
+            indexed = self._instances[0].engine.kv.namespace_of(request.namespace)
+            self.replicator.count(request.tokens, request.namespace, indexed)
+        return placement, cached
 
-    def finished(
-        self, request_id: str, instances: Iterable[str], latencies_s: Mapping[str, float | None]
-    ) -> None:
+    def copies(self, now_s: float) -> list[PrefixCopy]:
+        """Prefixes to copy to other instances now."""
+        if self.replicator is None or not self.replicator.is_due():
+            return []
+        return self.replicator.decide(self.reports(now_s))
+
+    def finished(self, instances: Iterable[str], latencies_s: Mapping[str, float | None]) -> None:
         """A request has ended. `instances`: where its prompt was computed, and its answer."""
         known = {name: value for name, value in latencies_s.items() if value is not None}
         prefill, *decode = dict.fromkeys(instances)
@@ -156,8 +177,6 @@ class SimulatedControlPlane:
             self.router.observe(decode[0], {name: value for name, value in known.items() if name != "ttft"})
         else:
             self.router.observe(prefill, known)
-        if self.admission is not None:
-            self.admission.finished(request_id)
 
 
 def metadata(request: Request, now_s: float) -> RequestMetadata:

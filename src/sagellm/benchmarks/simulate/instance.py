@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import sub
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sagellm.control_plane.fleet.load import WINDOW_S
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, RequestScheduled, StepDone
@@ -335,6 +337,13 @@ class Instance:
         kv, most = self.engine.kv, len(request.tokens) - 1
         return kv.index.lookup(request.tokens, kv.namespace_of(request.namespace), most).num_tokens
 
+    def _utilization(self) -> float:
+        """Share of the last `WINDOW_S` seconds in which it computed, as `LoadMeter` has it."""
+        log, now_s = self.step_log, self.clock.now()
+        window_s = min(WINDOW_S, now_s)
+        busy_s = sum(log.durations_s[bisect_right(log.ends_s, now_s - window_s) :])
+        return min(1.0, busy_s / window_s) if window_s else 0.0
+
     def report(self, reported_s: float, num_expected: int = 0) -> ExecutionInstance:
         """What a router learns. `num_expected`: requests whose KV is on its way here."""
         engine, kv = self.engine, self.engine.kv
@@ -352,6 +361,7 @@ class Instance:
             max_num_seqs=engine.max_num_seqs,
             kv_cache_usage=stats.blocks_active / blocks,
             eviction_count=sum(kv.allocator.num_evicted.values()),
+            utilization=self._utilization(),
             prefill_token_s=capability.prefill_token_s,
             step_s=self.step_log.decode_step_s,
             reported_s=reported_s,

@@ -77,7 +77,7 @@ class Links:
                 return False
             del self._transfers[waiting.request.request_id]
             self._promised.setdefault(target.name, []).append(transfer)
-            self._set_end(transfer, now_s)
+            self.book(transfer, now_s)
             begun.append(transfer)
             return True
 
@@ -90,7 +90,8 @@ class Links:
         queue = self._queues.get(target.name)
         return len(self._promised.get(target.name, ())) + (0 if queue is None else len(queue))
 
-    def _set_end(self, transfer: PromptTransfer, now_s: float) -> None:
+    def book(self, transfer: PromptTransfer, now_s: float) -> None:
+        """Gives the transfer the next free time of its links; sets its `end_s`."""
         target = transfer.target
         outgoing, incoming = f"{transfer.source.name} out", f"{target.name} in"
         num_tokens = max(0, transfer.num_prompt_tokens - _cached_tokens(target.engine.kv, transfer))

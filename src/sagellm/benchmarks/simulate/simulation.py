@@ -24,7 +24,8 @@ from sagellm.core.types import SLO
 class ClusterLayout:
     """The number of instances, their control plane, and the network between them. `disaggregate`: (prefill,
     decode) instances, instead of `instances` that do both; `hybrid`: these may do either, as the router
-    separates requests. `network_bytes_per_s`: None takes the device's."""
+    separates requests. `network_bytes_per_s`: None takes the device's. `replication`: options by which hot
+    prefixes are copied to cold instances; None: none are."""
 
     instances: int = 1
     disaggregate: tuple[int, int] | None = None
@@ -35,6 +36,7 @@ class ClusterLayout:
     event_delay_s: float = 0.0
     network_bytes_per_s: float | None = None
     network_latency_s: float = 1e-3
+    replication: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.instances < 1:
@@ -50,7 +52,9 @@ class ClusterLayout:
 
     @property
     def control(self) -> ControlSetting:
-        return ControlSetting(self.router, self.admission, self.report_s, self.event_delay_s)
+        return ControlSetting(
+            self.router, self.admission, self.report_s, self.event_delay_s, self.replication
+        )
 
     def links(self, bytes_per_s: float) -> Links:
         """New links between the instances; `bytes_per_s` is the device's."""

@@ -10,15 +10,27 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sagellm.control_plane.admission import AdmissionController, Delay, Reject
+from sagellm.control_plane.fleet.facts import mismatch
 from sagellm.control_plane.fleet.known_instances import KnownInstances
-from sagellm.control_plane.fleet.members import Member, mismatch
-from sagellm.control_plane.fleet.served import FleetPolicy, FleetRequest, ServedRequests, possible
+from sagellm.control_plane.fleet.members import Member
+from sagellm.control_plane.fleet.replicas import PrefixCopies
+from sagellm.control_plane.fleet.roles import RoleSwitches
+from sagellm.control_plane.fleet.served import (
+    FleetPolicy,
+    FleetRequest,
+    ServedRequests,
+    failed_output,
+    observe_end,
+    possible,
+)
 from sagellm.control_plane.kv_events import Gap
 from sagellm.control_plane.queues import PhaseQueue, QueuedRequest, QueuePhase
+from sagellm.control_plane.quota_waits import OVERLOADED
+from sagellm.control_plane.replication import Replicator
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import Clock
 from sagellm.core.errors import (
@@ -28,7 +40,7 @@ from sagellm.core.errors import (
     EngineFailedError,
     RequestError,
 )
-from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, TenantUse
 from sagellm.core.protocols.fleet import (
     CallResult,
     Connected,
@@ -50,6 +62,7 @@ from sagellm.core.protocols.router import (
     NOT_CACHED,
     CachedPrefix,
     ExecutionInstance,
+    InstanceType,
     Placement,
     RequestMetadata,
     Router,
@@ -64,7 +77,7 @@ from sagellm.core.types import (
 )
 
 log = logging.getLogger("sagellm.fleet")
-OVERLOADED, UNAVAILABLE = 429, 503  # HTTP's statuses
+UNAVAILABLE = 503  # HTTP's status
 TICK_S = 0.1
 """A step waits at most so long."""
 MAX_WAITING = 1 << 20
@@ -92,6 +105,7 @@ class FleetEngine(KnownInstances):
         admission: AdmissionController | None = None,
         policy: FleetPolicy | None = None,
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
+        replicator: Replicator | None = None,
     ) -> None:
         super().__init__(prefixes, namespace_of, clock, turn=self._turn, call_soon=self.call_soon)
         self._clients, self._router = clients, router
@@ -100,11 +114,15 @@ class FleetEngine(KnownInstances):
         self.prefill_queue = PhaseQueue(QueuePhase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.decode_queue = PhaseQueue(QueuePhase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.requests = ServedRequests()
+        self.roles = RoleSwitches(
+            clock, self.requests, lambda served, reason: self._retry(served, reason, counts=False)
+        )
         self._outputs: list[RequestOutput] = []
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._next_tick_s = self._available_s = clock.now()
         self._num_steps = 0
         self._closed, self._origin = False, secrets.token_hex(4)
+        self.copies = PrefixCopies(replicator, self._origin, namespace_of)
         self.num_retries = 0
         self.num_prompt_tokens = self.num_with_slo = self.num_slo_met = 0
         """Of requests that came; of those that ended with a goal, and that met it."""
@@ -121,17 +139,14 @@ class FleetEngine(KnownInstances):
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         self._check(request, self.capability(), self.max_model_len)
-        seed = request_seed(self.policy.seed, request.request_id)
-        served = FleetRequest(request, self._origin, seed, queued_since_s=self._clock.now())
-        if len(self.prefill_queue) >= self._admission.max_waiting:
-            waiting = f"{len(self.prefill_queue)} requests wait already: try again later"
-            error = RequestError(waiting, code="rate_limit_exceeded")
-            error.status = OVERLOADED
-            raise error
+        now_s, seed = self._clock.now(), request_seed(self.policy.seed, request.request_id)
+        served = FleetRequest(request, self._origin, seed, queued_since_s=now_s)
+        may_start = self._admission.enter(served.metadata(now_s), len(self.prefill_queue))
         self.requests.add(served)
         self.num_prompt_tokens += len(request.tokens)
-        self._wait(served)
-        self._place_waiting()
+        if may_start:
+            self._wait(served)
+            self._place_waiting()
 
     def abort(self, request_id: str) -> bool:
         served = self.requests.get(request_id)
@@ -189,16 +204,24 @@ class FleetEngine(KnownInstances):
         """It does not belong to the fleet any more. What it computes goes on elsewhere."""
         self.move_away(instance_id)
         self._questions.forget(instance_id)
+        self.roles.forget(instance_id)
         self._lost(self.members.pop(instance_id), instance_id, "it was taken out of the fleet")
 
     def drain(self, instance_id: str, *, draining: bool = True) -> None:
         """Give it no new requests, or again. Raises `ConfigError` for an unknown one."""
+        member = self._member(instance_id)
+        member.draining = draining
+        member.client.drain(draining=draining)
+
+    def switch(self, instance_id: str, kind: InstanceType, drain_timeout_s: float = 60.0) -> None:
+        """Change an instance's type; `roles.is_changing` until it is done. Raises as `RoleSwitches.begin`."""
+        self.roles.begin(self._member(instance_id), kind, drain_timeout_s)
+
+    def _member(self, instance_id: str) -> Member:
         if instance_id not in self.members:
             known = ", ".join(sorted(self.members)) or "none"
             raise ConfigError(f"no instance is named {instance_id!r}: there are {known}")
-        member = self.members[instance_id]
-        member.draining = draining
-        member.client.drain(draining=draining)
+        return self.members[instance_id]
 
     def move_away(self, instance_id: str) -> None:
         """Have what it computes go on elsewhere."""
@@ -231,6 +254,8 @@ class FleetEngine(KnownInstances):
             self._next_tick_s = now_s + TICK_S
             self._end_impatient(now_s)
             self._questions.expire()
+            self.roles.poll(self.members)
+            self.copies.turn(self.members)
         self._ask_for_figures(now_s)
         if self.requests.waiting:
             self._place_waiting()
@@ -240,7 +265,9 @@ class FleetEngine(KnownInstances):
             case RequestOutput():
                 self._on_output(instance_id, event)
             case ExecutionInstance():
-                member.load = self._as_seen_here(event)
+                self.roles.reported(member, event)
+                is_fresh = event.is_fresh and self._prefixes.is_fresh(instance_id)
+                member.load = self.requests.as_seen(event, self._clock.now(), is_fresh=is_fresh)
             case KVChanges(changes, is_complete):
                 for change in changes:
                     self._prefixes.apply(instance_id, change)
@@ -266,20 +293,6 @@ class FleetEngine(KnownInstances):
         elif served is not None:
             self._fail(served, str(event.error), getattr(event.error, "status", 500))
 
-    def _as_seen_here(self, load: ExecutionInstance) -> ExecutionInstance:
-        """With this clock's time, and with the requests whose prompt another instance still computes."""
-        instance_id = load.instance_id
-        coming = sum(
-            served.placement is not None and served.placement.prefill != instance_id
-            for served in self.requests.on(instance_id)
-        )
-        return replace(
-            load,
-            num_waiting=load.num_waiting + coming,
-            is_fresh=load.is_fresh and self._prefixes.is_fresh(instance_id),
-            reported_s=self._clock.now(),
-        )
-
     def _on_output(self, instance_id: str, output: RequestOutput) -> None:
         served = self.requests.of_attempt(output.request_id)
         if served is None:
@@ -295,22 +308,8 @@ class FleetEngine(KnownInstances):
         if moves:
             self._hand_over(served)
         elif reason is not None:
-            self._observe_end(instance_id, served, now_s)
+            observe_end(self._router, instance_id, served, now_s)
             self._forget_request(served)
-
-    def _observe_end(self, instance_id: str, served: FleetRequest, now_s: float) -> None:
-        """Teach the router how long the instances of an answer took."""
-        arrival_s, first_s = served.request.arrival_s, served.first_token_s
-        begin, seen = {}, {"e2e": now_s - arrival_s}
-        if first_s is not None:
-            begin["ttft"] = first_s - arrival_s
-            if len(served.generated) > 1:
-                seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
-        if served.first_instance in ("", instance_id):
-            self._router.observe(instance_id, {**begin, **seen})
-        else:
-            self._router.observe(served.first_instance, begin)
-            self._router.observe(instance_id, seen)
 
     def _hand_over(self, served: FleetRequest) -> None:
         """The prefill instance has drawn the first token; the decode instance goes on."""
@@ -329,8 +328,7 @@ class FleetEngine(KnownInstances):
             decode.client.call("fail", (served.attempt_id, 0, report.reason))
 
     def _on_connected(self, member: Member, facts: InstanceFacts) -> None:
-        others = [other.facts for other in self._ready() if other.facts is not None]
-        member.facts, member.fault = facts, mismatch(facts, others)
+        member.facts, member.fault = facts, mismatch(facts, self._facts())
         if member.draining is None:  # a front before may have drained it
             member.draining = facts.draining
         elif member.draining is not facts.draining:
@@ -339,6 +337,7 @@ class FleetEngine(KnownInstances):
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
         self._counters.begin(facts.instance_id, facts.start_id)
+        self.roles.connected(member, facts)
         self._prefixes.leave(facts.instance_id)
         self._prefixes.join(facts.instance_id)
         for other in self._ready():
@@ -350,6 +349,7 @@ class FleetEngine(KnownInstances):
         member.facts = member.load = member.stats = member.diagnostics = None
         member.num_lost += 1
         self._prefixes.leave(instance_id)
+        self.copies.lost(instance_id)
         for other in self._ready():
             other.client.lose_peer(instance_id)
         for served in self.requests.on(instance_id):
@@ -364,7 +364,6 @@ class FleetEngine(KnownInstances):
         self._abort_attempt(served)
         self.num_retries += counts
         served.num_retries += counts
-        self._admission.finished(served.request_id)
         self.requests.retry(served, self._clock.now(), reason)
         self._wait(served)
 
@@ -374,19 +373,14 @@ class FleetEngine(KnownInstances):
 
     def _forget_request(self, served: FleetRequest) -> None:
         self.requests.end(served.request_id)
-        self._admission.finished(served.request_id)
+        num_tokens = len(served.request.tokens) + len(served.generated)
+        self._admission.quotas.leave(served.request_id, num_tokens)
         for each in (self.prefill_queue, self.decode_queue):
             each.remove(served.request_id)
 
     def _fail(self, served: FleetRequest, reason: str, status: int) -> None:
         self._end(served)
-        request, num_tokens = served.request, len(served.generated)
-        self._outputs.append(
-            RequestOutput(
-                request.request_id, (), len(request.tokens), 0, num_tokens,
-                finish_reason=FinishReason.ERROR, error=reason, error_status=status,
-            )
-        )  # fmt: skip
+        self._outputs.append(failed_output(served, reason, status))
 
     def _abort_attempt(self, served: FleetRequest) -> None:
         for instance_id in served.instances:
@@ -394,7 +388,9 @@ class FleetEngine(KnownInstances):
                 member.client.abort(served.attempt_id)
 
     def _end_impatient(self, now_s: float) -> None:
-        """Fail what waits while no instance has served for too long. Full ones are waited for."""
+        """Fail what waits too long, for its tenant's quota or for any instance. Full ones are waited for."""
+        for request_id, why in self._admission.quotas.late():
+            self._fail(self.requests.waiting[request_id], why, OVERLOADED)
         if self.is_available:
             self._available_s = now_s
         late = now_s - self.policy.patience_s
@@ -417,9 +413,22 @@ class FleetEngine(KnownInstances):
         compute_s = len(request.tokens) * min(rates, default=0.0)
         return self._admission.strategy.order(request, arrived_s, compute_s)
 
+    @property
+    def is_available(self) -> bool:
+        """Whether an instance takes requests. For any thread."""
+        return any(map(self._takes_requests, list(self.members.values())))
+
+    def _takes_requests(self, member: Member) -> bool:
+        return (
+            member.is_here and not member.draining and not self.roles.is_changing(member.client.instance_id)
+        )
+
     def _place_waiting(self) -> None:
-        """Place what waits, as far as instances have room."""
-        loads = [member.load for member in self._ready() if member.load is not None and not member.draining]
+        """Place what waits, as far as quotas allow it and instances have room."""
+        for request_id in self._admission.quotas.released():
+            self._wait(self.requests.waiting[request_id])
+        takers = [member for member in self.members.values() if self._takes_requests(member)]
+        loads = [member.load for member in takers if member.load is not None]
         if loads:
             names = [load.instance_id for load in loads]
             self.decode_queue.drain(lambda waiting: self._try_to_place(waiting, loads, names))
@@ -446,7 +455,6 @@ class FleetEngine(KnownInstances):
             placement = self._router.place(metadata, loads, cached)
         except CapacityError as error:
             served.reason = str(error)
-            self._admission.finished(served.request_id)
             return False
         self._begin(served, placement)
         return True
@@ -457,6 +465,7 @@ class FleetEngine(KnownInstances):
         exchanging = {name for name, each in self.members.items() if each.facts and each.facts.transfers}
         placement = possible(placement, exchanging)
         self.requests.place(served, placement)
+        self.copies.count(served.request)
         first = self.members[placement.prefill].client
         self.placements[first.instance_id] = self.placements.get(first.instance_id, 0) + 1
         onward = self._part(HandOverPart.PREFILL, placement.decode) if placement.is_separated else None
@@ -486,10 +495,20 @@ class FleetEngine(KnownInstances):
         num_running = len(self.requests) - num_queued
         return self._counters.stats(present, num_running, num_queued, self._num_steps, self.tier_faults())
 
+    def tenants(self) -> Mapping[str, TenantUse]:
+        """The requests of each tenant against its quota; none without quotas."""
+        return self._admission.quotas.load()
+
+    def diagnostics(self) -> EngineDiagnostics:
+        """Of all instances, as they last reported, and of tenants."""
+        return replace(super().diagnostics(), tenants=self.tenants())
+
     def check(self) -> None:
         """Raise `BookkeepingError` where requests and their places disagree."""
         self.requests.check()
         for each in (self.prefill_queue, self.decode_queue):
             each.check()
-        if len(self.prefill_queue) + len(self.decode_queue) != len(self.requests.waiting):
+        self._admission.quotas.check()
+        queued = len(self.prefill_queue) + len(self.decode_queue) + len(self._admission.quotas)
+        if queued != len(self.requests.waiting):
             raise BookkeepingError("a request waits and is in no queue, or the other way round")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagellm.control_plane.fleet.counters import FleetCounters
-from sagellm.control_plane.fleet.members import Member, joint_capability
+from sagellm.control_plane.fleet.facts import joint_capability
+from sagellm.control_plane.fleet.members import Member
 from sagellm.control_plane.fleet.questions import Questions
 from sagellm.control_plane.fleet.sums import summed_outcomes
 from sagellm.control_plane.router.prefix_index import PrefixIndex
@@ -53,6 +54,9 @@ class KnownInstances:
     def _ready(self) -> list[Member]:
         return [member for member in list(self.members.values()) if member.is_ready]
 
+    def _facts(self) -> list[InstanceFacts]:
+        return [member.facts for member in self._ready() if member.facts is not None]
+
     @property
     def missing(self) -> list[str]:
         """The instances that are not connected, or have not reported, and why. For any thread."""
@@ -65,25 +69,19 @@ class KnownInstances:
         return any(each.is_here for each in list(self.members.values()))
 
     @property
-    def is_available(self) -> bool:
-        """Whether an instance takes requests. For any thread."""
-        return any(each.is_here and not each.draining for each in list(self.members.values()))
-
-    @property
     def max_model_len(self) -> int:
         """The longest context that every instance has, or had when there was one."""
-        known = [member.facts.max_model_len for member in self._ready() if member.facts]
+        known = [facts.max_model_len for facts in self._facts()]
         self._max_model_len = min(known, default=self._max_model_len)
         return self._max_model_len
 
     def capability(self) -> CapabilityDescriptor:
         """Of all instances together. Raises `EngineFailedError` while none is connected."""
-        known = [member.facts.capability for member in self._ready() if member.facts]
-        if not known:
-            if self._capability is None:
-                raise EngineFailedError("no instance of this fleet is connected")
-            return self._capability
-        self._capability = joint_capability(known)
+        known = self._facts()
+        if known:
+            self._capability = joint_capability(known)
+        elif self._capability is None:
+            raise EngineFailedError("no instance of this fleet is connected")
         return self._capability
 
     # -- figures

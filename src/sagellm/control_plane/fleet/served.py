@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from sagellm.control_plane.instance_types import Service
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.fleet import FailurePolicy
-from sagellm.core.protocols.router import Placement, RequestMetadata
-from sagellm.core.types import Request
+from sagellm.core.protocols.router import ExecutionInstance, Placement, RequestMetadata, Router
+from sagellm.core.types import FinishReason, Request, RequestOutput
 
 _MARK = "~"
 """Between a front, a request's id and the number of its attempt."""
@@ -69,6 +70,13 @@ class FleetRequest:
     def instances(self) -> set[str]:
         """Where its attempt is, or may be soon."""
         return set() if self.placement is None else {self.placement.prefill, self.placement.decode}
+
+    def service_at(self, instance_id: str) -> Service:
+        """What it wants of one of its instances."""
+        placement = self.placement
+        if placement is not None and placement.is_separated:
+            return Service.PREFILL if placement.prefill == instance_id else Service.DECODE
+        return Service.GENERATE if self.first_instance in ("", instance_id) else Service.DECODE
 
     def attempt_request(self, *, is_seeded: bool) -> Request:
         """What an instance is asked to compute now. `is_seeded`: with a seed in any case, if it draws."""
@@ -124,6 +132,19 @@ class ServedRequests:
     def on(self, instance_id: str) -> list[FleetRequest]:
         """Those whose attempt is there."""
         return list(self._by_instance.get(instance_id, {}).values())
+
+    def services_on(self, instance_id: str) -> dict[str, Service]:
+        """What each request there wants of the instance."""
+        return {served.request_id: served.service_at(instance_id) for served in self.on(instance_id)}
+
+    def as_seen(self, load: ExecutionInstance, now_s: float, *, is_fresh: bool) -> ExecutionInstance:
+        """A report with this clock's time. Requests whose prompt is computed elsewhere wait there too."""
+        instance_id = load.instance_id
+        coming = sum(
+            served.placement is not None and served.placement.prefill != instance_id
+            for served in self.on(instance_id)
+        )
+        return replace(load, num_waiting=load.num_waiting + coming, is_fresh=is_fresh, reported_s=now_s)
 
     def num_on(self, instance_id: str) -> int:
         return len(self._by_instance.get(instance_id, ()))
@@ -191,3 +212,27 @@ def possible(placement: Placement, exchanging: Collection[str]) -> Placement:
     if placement.fetch_from and not {placement.fetch_from, placement.prefill} <= set(exchanging):
         placement = replace(placement, fetch_from="")
     return placement
+
+
+def failed_output(served: FleetRequest, reason: str, status: int) -> RequestOutput:
+    """The last output of a request that ends with an error."""
+    request, num_tokens = served.request, len(served.generated)
+    return RequestOutput(
+        request.request_id, (), len(request.tokens), 0, num_tokens,
+        finish_reason=FinishReason.ERROR, error=reason, error_status=status,
+    )  # fmt: skip
+
+
+def observe_end(router: Router, instance_id: str, served: FleetRequest, now_s: float) -> None:
+    """Teach the router how long the instances of an answer took. It ended at `instance_id`."""
+    arrival_s, first_s = served.request.arrival_s, served.first_token_s
+    begin, seen = {}, {"e2e": now_s - arrival_s}
+    if first_s is not None:
+        begin["ttft"] = first_s - arrival_s
+        if len(served.generated) > 1:
+            seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
+    if served.first_instance in ("", instance_id):
+        router.observe(instance_id, {**begin, **seen})
+    else:
+        router.observe(served.first_instance, begin)
+        router.observe(instance_id, seen)

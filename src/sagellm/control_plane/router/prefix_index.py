@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
@@ -175,6 +175,23 @@ class PrefixIndex:
             return EventCounts()
         instance.counts.num_blocks = len(instance)
         return instance.counts
+
+    def whole_edges(self, tokens: Tokens, namespace: Namespace) -> Iterator[Edge]:
+        """Edges of the tree all of whose blocks a prompt has, the first first."""
+        roots = self._tree.roots.get(_space(namespace.tenant, namespace.adapter))
+        data = tokens.tobytes() if roots else b""
+        for root in roots.values() if roots else ():
+            path, end = self._tree.walk(root, data)
+            yield from (edge for edge in path if edge.end <= end)
+
+    def edge(self, number: int) -> Edge | None:
+        """An edge by its number; None if it has no blocks any more."""
+        edge = self._tree.edges.get(number)
+        return edge if edge is not None and edge.end > edge.start else None
+
+    def names_of(self, mask: int) -> frozenset[str]:
+        """The instances of a bitmask."""
+        return frozenset(name for name, known in self._instances.items() if mask >> known.index & 1)
 
     def _instance(self, instance_id: str) -> _Instance:
         instance = self._instances.get(instance_id)

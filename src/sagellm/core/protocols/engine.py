@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sagellm.core.clock import Clock
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
@@ -33,6 +33,17 @@ class EngineStats:
     tier_faults: Sequence[str] = ()
 
 
+class TenantUse(NamedTuple):
+    """Requests of a tenant in a fleet, against its quota.
+
+    `num_requests` are counted, `num_waiting` wait for it, `num_refused` were refused since the front began.
+    """
+
+    num_requests: int = 0
+    num_waiting: int = 0
+    num_refused: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
     """Tokens that were proposed and accepted, by position in their chain.
@@ -59,7 +70,7 @@ class EngineDiagnostics:
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
     `num_approximate_tokens`: tokens whose KV was copied from another position. `step_s`: seconds
     that the backend has computed. `communication_s`: those of them that the first of several ranks has spent
-    in communication with the others; None for one rank.
+    in communication with the others; None for one rank. `tenants`: of a fleet with quotas, by tenant.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -77,6 +88,7 @@ class EngineDiagnostics:
     num_approximate_tokens: int = 0
     step_s: float = 0.0
     communication_s: float | None = None
+    tenants: Mapping[str, TenantUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from sagellm.engines.native.tokenizer import Tokenizer
 from sagellm.engines.native.tokenizer_of import tokenizer_of
 from sagellm.engines.validation import check_request
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
-from sagellm.serving.fleet.policies import make_admission, make_fleet_router
+from sagellm.serving.fleet.policies import make_admission, make_fleet_router, make_replicator
 from sagellm.serving.fleet.starting import wait_for_instance
 from sagellm.serving.server import serve
 
@@ -123,15 +123,16 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
 
 
 def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
-    fleet = config.fleet
+    fleet, prefixes = config.fleet, PrefixIndex(clock)
     return FleetEngine(
         instances,
         make_fleet_router(fleet, clock),
-        PrefixIndex(clock),
+        prefixes,
         _check,
         clock=clock,
         admission=make_admission(fleet, clock),
         namespace_of=SharingGroups(config.kv.group_of).namespace_of,
+        replicator=make_replicator(fleet, prefixes, clock),
         policy=FleetPolicy(
             patience_s=fleet.patience_s,
             hand_over_lease_s=fleet.handover_lease_s,

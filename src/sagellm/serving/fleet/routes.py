@@ -18,6 +18,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.fleet_config import FleetConfig
 from sagellm.core.protocols.fleet import InstanceFacts
+from sagellm.core.protocols.router import InstanceType
 from sagellm.engines.llm import LLM
 from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.fleet.scaling import FleetCounts, FleetScaling, fleet_counts
@@ -28,6 +29,8 @@ from sagellm.serving.schema import Body
 
 _LOOK_S = 0.05
 _DETAIL_S = 1.0
+SWITCH_S = 10.0
+"""An instance that has drained says its new type within this time."""
 
 
 class InstanceRequest(Body):
@@ -41,6 +44,13 @@ class ScaleRequest(Body):
 
     group: str
     count: int = Field(ge=0, le=1024)
+
+
+class SwitchRequest(Body):
+    """POST /v1/admin/fleet/switch: what an instance serves from then on."""
+
+    name: str
+    type: Literal[general, prefilling, decoding, hybrid]
 
 
 class Lifecycle(Protocol):
@@ -95,6 +105,20 @@ class FleetRoutes:
         """Give a drained instance requests again."""
         name = self._name(await self.reader.read(InstanceRequest, request))
         await self._set_draining(name, draining=False)
+        return await self.status()
+
+    async def switch(self, request: Request) -> FleetStatus:
+        """Change the type of an instance; returns when it serves as that."""
+        body = await self.reader.read(SwitchRequest, request)
+        kind, drain_s = InstanceType(body.type), self.fleet.drain_timeout_s
+        async with self._busy:
+            members = await self.gateway.call(lambda llm: list(_engine(llm).members))
+            if body.name not in members:
+                raise NotFoundError(
+                    f"no instance is named {clipped(body.name)!r}: there are {', '.join(members)}", "name"
+                )
+            await self.gateway.call(lambda llm: _switch(_engine(llm), body.name, kind, drain_s))
+            await self._until(partial(_has_switched, body.name), body.name, drain_s + SWITCH_S)
         return await self.status()
 
     async def restart(self, request: Request) -> FleetStatus:
@@ -237,6 +261,17 @@ def first_to_end(engine: FleetEngine) -> list[str]:
         return not member.draining, member.is_ready, -_number(name)
 
     return sorted(engine.members, key=cost)
+
+
+def _switch(engine: FleetEngine, name: str, kind: InstanceType, drain_s: float) -> None:
+    try:
+        engine.switch(name, kind, drain_s)
+    except ConfigError as error:
+        raise ConflictError(str(error), "type") from error
+
+
+def _has_switched(name: str, llm: LLM) -> bool:
+    return not _engine(llm).roles.is_changing(name)
 
 
 def _is_member(name: str, wanted: bool, llm: LLM) -> bool:

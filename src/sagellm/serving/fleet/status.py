@@ -71,11 +71,21 @@ class InstanceStatus(Body):
     num_lost: int = 0
 
 
+class QuotaStatus(Body):
+    """A tenant's requests that its quota counts, that wait for it, that were refused."""
+
+    name: str
+    num_requests: int
+    num_waiting: int
+    num_refused: int
+
+
 class FleetStatus(Body):
     """The answer of GET /v1/fleet. `uptime_s`: of the front. `model`: empty while the fleet starts.
 
     `num_queued`: requests that wait for an instance; `queued_s`: the longest wait, and `queued_reason` why.
-    `num_retries`: requests that were begun again after a failure.
+    `num_retries`: requests that were begun again after a failure. `quotas`: those of tenants with one of
+    their own, and of all others together; none without quotas.
     """
 
     version: str
@@ -87,6 +97,7 @@ class FleetStatus(Body):
     queued_s: float = 0.0
     queued_reason: str = ""
     num_retries: int
+    quotas: list[QuotaStatus] = Field(default_factory=list)
 
 
 class TierStatus(Body):
@@ -168,6 +179,7 @@ def fleet_status(engine: FleetEngine, model: str, began_s: float) -> FleetStatus
         queued_s=0.0 if first is None else now_s - first.queued_since_s,
         queued_reason="" if first is None else first.reason,
         num_retries=engine.num_retries,
+        quotas=[QuotaStatus(name=name, **use._asdict()) for name, use in engine.tenants().items()],
     )
 
 
@@ -177,7 +189,7 @@ def instance_status(engine: FleetEngine, name: str) -> InstanceStatus:
     record, num_requests = client.record, engine.requests.num_on(name)
     return InstanceStatus(
         name=name,
-        state=_state(member, num_requests),
+        state=_state(member, num_requests, engine.roles.is_changing(name)),
         endpoint=client.endpoint,
         fault=member.why,
         last_failure=record.last_failure,
@@ -300,11 +312,13 @@ def _ago(moment_s: float | None, now_s: float) -> float | None:
     return None if moment_s is None else max(0.0, now_s - moment_s)
 
 
-def _state(member: Member, num_requests: int) -> State:
+def _state(member: Member, num_requests: int, is_changing: bool) -> State:
     if member.fault:
         return "refused"
     if member.facts is None:
         return "lost" if member.num_lost else "starting"
+    if is_changing:
+        return "draining"
     if member.draining:
         return "draining" if num_requests else "drained"
     return "ready"

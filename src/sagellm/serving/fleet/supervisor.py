@@ -28,12 +28,13 @@ from sagellm.control_plane.fleet_instances import (
     instance_name,
     shared_key,
 )
+from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.config_layers import Resolved
 from sagellm.core.errors import CapacityError, ConfigError, EngineFailedError
 from sagellm.core.processes import ProcessGroup, Role
 from sagellm.serving.fleet.launcher import Launcher, Running, StartEvents
-from sagellm.serving.fleet.policies import make_admission, make_fleet_router
+from sagellm.serving.fleet.policies import make_admission, make_fleet_router, make_replicator
 
 log = logging.getLogger("sagellm.fleet")
 FRONT = "front"
@@ -78,6 +79,7 @@ class Supervisor:
         config = resolved.config
         make_fleet_router(config.fleet, MonotonicClock())
         make_admission(config.fleet, MonotonicClock())
+        make_replicator(config.fleet, PrefixIndex(), MonotonicClock())
         given = shared_key(config.fleet)
         self._key = FleetKey.new() if given is None else FleetKey(given)
         self._processes: dict[str, _Process] = {}
