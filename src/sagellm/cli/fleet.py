@@ -126,8 +126,8 @@ def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
     if status.get("tenants"):
         names = ("name", "num_requests", "num_waiting", "num_refused")
         tenants = [tuple(str(each[name]) for name in names) for each in status["tenants"]]
-        columns = ("tenant", "requests", "wait for its quota", "refused")
-        print_tables([Table("Quotas", columns, tenants, num_names=1)])
+        shown = ("tenant", "requests", "wait for its quota", "refused")
+        print_tables([Table("Quotas", shown, tenants, num_names=1)])
     print(
         f"{status['num_requests']} requests, {status['num_queued']} of them wait for an instance; "
         f"{status['num_retries']} were begun again"
