@@ -81,7 +81,7 @@ def test_drain_switch_serve() -> None:
     with pytest.raises(ConfigError, match="wait until it serves"):
         role.change(InstanceType.HYBRID)
     role.switched()
-    assert role.takes_requests
+    assert state_of(role) == "serving"
     assert role.kind is InstanceType.DECODING
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from tests.redis_server import running_redis
 from tests.serving.fleet_processes import Fleet, running_fleet
@@ -28,6 +29,7 @@ def blocks(fleet: Fleet, what: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
+@pytest.mark.slow  # two instances that load torch
 def test_a_prefix_of_one_instance_is_loaded_by_another(tmp_path: Path) -> None:
     with running_redis(tmp_path) as path:
         file = tmp_path / "fleet.yaml"

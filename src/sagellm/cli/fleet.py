@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from sagellm.benchmarks.reporting import print_tables
+from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli._options import App, argument, command, flag
 from sagellm.cli.cache_server import DEFAULT_URL, base_url, refusal
 from sagellm.cli.fleet_chips import chips
@@ -87,7 +87,7 @@ def switch(
     as_json: bool = _JSON,
 ) -> None:
     """Change what an instance serves; no request is lost."""
-    _show(_ask("POST", url, "/v1/admin/fleet/switch", key, {"name": name, "type": to}), as_json=as_json)
+    _show(ask("POST", url, "/v1/admin/fleet/switch", key, {"name": name, "type": to}), as_json=as_json)
 
 
 app = App(help="The instances behind a running server.")

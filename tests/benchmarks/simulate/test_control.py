@@ -156,9 +156,10 @@ def test_hot_prefixes_are_copied_to_instances_that_compute_little() -> None:
     made = trace(*(request(0.05 * at, 88, 5, [*range(10), 100 + at]) for at in range(120)))
     work = workload(made, WorkloadSpec(), machine.max_model_len(chosen))
     router = "tests.benchmarks.simulate.test_control:OnFirst"
+    settings: list[dict[str, Any] | None] = [None, {}]
     first, second = (
         build_cluster(chosen, machine, ClusterLayout(2, router=router, replication=options))
-        for options in (None, {})
+        for options in settings
     )
     counts = []
     for cluster in (first, second):

@@ -6,6 +6,7 @@ import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,12 +94,8 @@ def test_a_request_that_begins_anew_is_counted_once_and_does_not_wait(tmp_path: 
 @pytest.mark.parametrize("seed", range(3))
 def test_quotas_are_given_back_however_requests_end(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    scene = scene_with(
-        tmp_path,
-        patience_s=0.5,
-        t=TenantQuota(max_requests=3),
-        **{"*": TenantQuota(max_requests=2, tokens_per_s=2000.0, burst_tokens=300)},
-    )
+    others: dict[str, Any] = {"*": TenantQuota(max_requests=2, tokens_per_s=2000.0, burst_tokens=300)}
+    scene = scene_with(tmp_path, patience_s=0.5, t=TenantQuota(max_requests=3), **others)
     for number in range(60):
         match rng.randrange(6):
             case 0 | 1 | 2:

@@ -154,7 +154,14 @@ def test_tokens_are_those_of_one_engine(
     check_same_tokens(kind, seed, model, stack, prefill=given, decode=given)
 
 
-@pytest.mark.parametrize("apart", [("prefill",), ("decode",), ("prefill", "decode")])
+@pytest.mark.parametrize(
+    "apart",
+    [
+        ("prefill",),
+        pytest.param(("decode",), marks=pytest.mark.slow),
+        pytest.param(("prefill", "decode"), marks=pytest.mark.slow),
+    ],
+)
 def test_attention_and_mlps_may_be_apart_too(apart: tuple[str, ...], model: Path, stack: ExitStack) -> None:
     """The rank with attention has whole blocks, and sends and takes them as an engine of one rank."""
     check_same_tokens("in_process", 0, model, stack, **{node: {"parallel.ffn": 1} for node in apart})

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fastapi import Request
 from pydantic import Field
@@ -50,7 +50,7 @@ class SwitchRequest(Body):
     """POST /v1/admin/fleet/switch: what an instance serves from then on."""
 
     name: str
-    type: Literal[general, prefilling, decoding, hybrid]
+    type: Literal["general", "prefilling", "decoding", "hybrid"]
 
 
 class Lifecycle(Protocol):
