@@ -203,7 +203,7 @@ def agents_trace(folder: Path, source: str, sessions: int, seed: int) -> Trace:
 def closed(
     folder: Path, only: Sequence[str], names: Sequence[str], seeds: int, sessions: int, agents: int
 ) -> list[Any]:
-    """The time until all sessions are done, of agents that send one turn after the other."""
+    """The time until agents that send one turn after the other are done."""
     rows = []
     config = preset_config(PRESET)
     for name in names:
