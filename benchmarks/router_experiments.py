@@ -132,7 +132,7 @@ def skewed(count: int, requests: int, rate: float, seed: int = 0) -> Trace:
 
 
 def shares(result: SimulationResult, from_s: float, until_s: float) -> dict[str, float]:
-    """How unequal instances were in a span: their time computing, and the prompt tokens they computed."""
+    """How unequal instances were in a span: time computing, and prompt tokens computed."""
     busy, tokens = [], []
     for log in result.step_logs.values():
         ends, durations = np.asarray(log.ends_s), np.asarray(log.durations_s)
@@ -181,18 +181,18 @@ def scale(
     return rows
 
 
-def agents_trace(folder: Path, name: str, sessions: int, seed: int) -> Trace:
+def agents_trace(folder: Path, source: str, sessions: int, seed: int) -> Trace:
     """So many sessions, drawn. `synthetic`, half of the coding agents by a hash of their session
     (`coding_0` or `coding_1`), or a file of LMCache's agents."""
-    if name == "synthetic":
+    if source == "synthetic":
         trace = synthesize("agents", seed=seed, duration_s=150.0 * sessions)
-    elif name.startswith("coding_"):
+    elif source.startswith("coding_"):
         trace = read_trace(folder / "cc_agentic_sessions_a.jsonl.xz")
     else:
-        trace = read_trace(folder / f"{name}.jsonl.xz")
-    half = int(name[-1]) if name.startswith("coding_") else None
+        trace = read_trace(folder / f"{source}.jsonl.xz")
+    half = int(source[-1]) if source.startswith("coding_") else None
     known = dict.fromkeys(request.session for request in trace.requests if request.session is not None)
-    kept = [one for one in known if half is None or zlib.crc32(one.encode()) % 2 == half]
+    kept = [name for name in known if half is None or zlib.crc32(name.encode()) % 2 == half]
     random.Random(seed).shuffle(kept)
     order = {session: at for at, session in enumerate(kept[:sessions])}
     chosen = [request for request in trace.requests if request.session in order]
@@ -203,7 +203,7 @@ def agents_trace(folder: Path, name: str, sessions: int, seed: int) -> Trace:
 def closed(
     folder: Path, only: Sequence[str], names: Sequence[str], seeds: int, sessions: int, agents: int
 ) -> list[Any]:
-    """Agents that each send the next turn when the last has ended: the time until all sessions are done."""
+    """The time until agents that send one turn after the other are done."""
     rows = []
     config = preset_config(PRESET)
     for name in names:

@@ -148,7 +148,7 @@ class Cluster:
         self._num_events += 1
 
     def _is_coupled(self) -> bool:
-        """Whether the end of a request may give another instance work before the next event."""
+        """Whether an instance may get work from another before the next event."""
         follow = self._workload.follows or self._sessions
         return bool(follow or self._decode_at) or not self._links.is_idle
 

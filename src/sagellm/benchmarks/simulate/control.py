@@ -134,7 +134,7 @@ class SimulatedControlPlane:
         return list(made.values())
 
     def cached(self, request: Request, now_s: float) -> list[CachedPrefix]:
-        """What the index knows of a prompt, for each instance, from the events that came before `now_s`."""
+        """What each instance has of a prompt, by the events that came before `now_s`."""
         if not self.router.reads_cache or len(self._instances) == 1:
             return [NOT_CACHED] * len(self._instances)
         while self._coming and self._coming[0][0] < now_s:

@@ -318,9 +318,9 @@ class Instance:
         self.stalled = self._idle_s > PATIENCE_S
 
     def take_ended(self) -> list[tuple[RequestFinished, str]]:
-        """Returns the requests that ended since the last call, and why those failed that did.
+        """Returns the requests that ended since the last call.
 
-        Call it after each `advance`."""
+        With each comes why it failed, or "". Call it after each `advance`."""
         taken = [(event, self._error_of(event)) for event in self.ended]
         self.ended.clear()
         return taken

@@ -292,7 +292,7 @@ class CostRouter:
         return costs
 
     def _cost(self, asked: _Request, view: _View, prefix: CachedPrefix, *, is_peer: bool) -> float:
-        """The same of one instance, with what lower tiers, fetching and a full memory add."""
+        """The same of one instance, with lower tiers, fetching and a full memory."""
         in_all = min(prefix.num_tokens, asked.num_tokens - 1)
         on_device = min(prefix.num_device_tokens, in_all)
         rate, ttft_s, compute = view.rate, view.queue_s, asked.num_tokens - in_all

@@ -558,9 +558,10 @@ def _keys(hashes: Sequence[BlockHash]) -> list[int]:
 
 
 def _spread(groups: list[tuple[int, CachedPrefix]], size: int) -> list[CachedPrefix]:
-    """The prefix of each instance, by index, from disjoint bitmasks of instances with one prefix.
+    """The prefix of each instance, by index, from bitmasks of instances with one prefix.
 
-    Of a large fleet most instances have the same, as a common system prompt: it fills the list."""
+    The masks are disjoint. In a large fleet most instances have the same, as a common system prompt has it:
+    that fills the list."""
     rest = (1 << size) - 1
     for mask, _ in groups:
         rest ^= mask
