@@ -364,7 +364,10 @@ class StreamTransport:
         connection.expect([memoryview(prefix)], parsed, take_whole=partial(self._take_whole, connection))
 
     def _take_whole(self, connection: PeerSocket) -> bool:
-        """Take a frame that was read ahead; False if a part is missing, but the payload of chunks."""
+        """Take a frame that was read ahead; False if a part of it is missing.
+
+        Payloads of chunks come after that.
+        """
         ready = connection.ready
         if len(ready) < PREFIX.size:
             return False
