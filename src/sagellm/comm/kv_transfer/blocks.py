@@ -53,7 +53,8 @@ class InstanceBlocks:
     ) -> tuple[str, Sequence[memoryview], Sequence[int]]:  # fmt: skip
         """The codec, the bytes and the checksums of chunks.
 
-        `ids`: the blocks of each chunk. Chunks whose bytes change come one by one. The bytes are in `reserved`, if there is such memory.
+        `ids`: the blocks of each chunk. Chunks whose bytes change come one by one. The bytes are in
+        `reserved`, if there is such memory.
         """
         is_encoded = agreed.codec and not chunks[0].num_layers
         if is_encoded or agreed.is_reordered or self._views is None:

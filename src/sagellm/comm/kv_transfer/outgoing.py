@@ -146,7 +146,8 @@ class Outgoing:
     def next_chunks(self, most: int) -> range:
         """Take chunks that follow one another and may be sent now.
 
-        They are in flight from then on. None, while chunks on their way will bring credits for `most`: messages would become small for good.
+        They are in flight from then on. None, while chunks on their way will bring credits for `most`:
+        messages would become small for good.
         """
         todo, num_credits = self.todo, self.credits + len(self.in_flight)
         most = min(most, len(todo), (num_credits + 1) // 2)
