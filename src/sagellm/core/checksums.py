@@ -56,7 +56,7 @@ def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) ->
     Pieces lie one behind the other, and may be cut elsewhere at targets than at sources. A chunk without
     targets is only read. Targets are writable and do not overlap sources. `past_cache`: targets are not read
     soon, and the processor's cache is left to others. Raises `ValueError` if sources and targets of a chunk
-    have not the same number of bytes; then nothing is copied.
+    have not the same number of bytes.
     """
     kernel, words = checksum_kernel(), list[int]()
     try:
