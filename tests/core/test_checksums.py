@@ -10,7 +10,12 @@ import pytest
 import xxhash
 
 from sagellm.core import checksums
-from sagellm.core.checksums import checksum, checksum_kernel, copy_with_checksum
+from sagellm.core.checksums import (
+    checksum,
+    checksum_kernel,
+    copy_with_checksum,
+    copy_with_checksums,
+)
 from sagellm.core.errors import KernelError
 from sagellm.core.native_code import LEVELS, this_cpu_flags
 
@@ -65,6 +70,20 @@ def test_bytes_in_pieces_are_copied_and_hashed_as_one(kind: str, size: int, unit
         assert copy_with_checksum(targets, sources, past_cache=past_cache) == xxhash.xxh3_64_intdigest(data)
         assert b"".join(targets) == data
         assert checksum(sources) == xxhash.xxh3_64_intdigest(data)
+
+
+@pytest.mark.parametrize("unit", [1, 64])
+def test_many_chunks_in_one_call(kind: str, unit: int) -> None:
+    """Some are only read; pieces of sources and targets have other borders."""
+    rng = random.Random(unit)
+    data = [rng.randbytes(size) for size in (320, 1024, 4096, 65536)]
+    sources = [cut(each, rng, unit) for each in data]
+    targets = [cut(bytes(len(each)), rng, unit) if len(each) != 1024 else () for each in data]
+    expected = [xxhash.xxh3_64_intdigest(each) for each in data]
+    assert copy_with_checksums(list(zip(targets, sources, strict=True))) == expected
+    assert [b"".join(each) for each in targets if each] == [each for each in data if len(each) != 1024]
+    assert checksums.checksums(sources) == expected
+    assert not checksums.checksums([])
 
 
 def test_memory_that_is_only_read(kind: str) -> None:

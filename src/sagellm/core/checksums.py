@@ -51,11 +51,12 @@ def copy_with_checksum(
 
 
 def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) -> list[int]:
-    """Copy each chunk's sources to its targets, as if each were one piece; returns the xxh3 of each.
+    """Copy each chunk's sources to its targets; returns the xxh3 of each.
 
-    A chunk without targets is only read. Targets are writable and do not overlap sources. `past_cache`:
-    targets are not read soon, and the processor's cache is left to others. Raises `ValueError` if sources and
-    targets of a chunk have not the same number of bytes; then nothing is copied.
+    Pieces lie one behind the other, and may be cut elsewhere at targets than at sources. A chunk without
+    targets is only read. Targets are writable and do not overlap sources. `past_cache`: targets are not read
+    soon, and the processor's cache is left to others. Raises `ValueError` if sources and targets of a chunk
+    have not the same number of bytes.
     """
     kernel, words = checksum_kernel(), list[int]()
     try:
@@ -69,7 +70,7 @@ def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) ->
 
 
 def _describe(chunk: Chunk, words: list[int]) -> bool:
-    """Append what the kernel must know of a chunk; False if it cannot take it.
+    """Append what the kernel must know; False if it cannot take the chunk.
 
     Raises `ValueError` for different sizes, `TypeError` for memory that is only read.
     """

@@ -51,9 +51,10 @@ class InstanceBlocks:
         self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan], agreed: Agreement,
         reserved: Sequence[memoryview] | None,
     ) -> tuple[str, Sequence[memoryview], Sequence[int]]:  # fmt: skip
-        """The codec, the bytes and the checksums of chunks, each of which has some blocks.
+        """The codec, the bytes and the checksums of chunks.
 
-        Chunks whose bytes change come one by one. The bytes are in `reserved`, if there is such memory.
+        `ids`: the blocks of each chunk. Chunks whose bytes change come one by one. The bytes are in
+        `reserved`, if there is such memory.
         """
         is_encoded = agreed.codec and not chunks[0].num_layers
         if is_encoded or agreed.is_reordered or self._views is None:
@@ -124,7 +125,7 @@ class InstanceBlocks:
         self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan],
         views: Sequence[Sequence[memoryview]], data: Sequence[Sequence[memoryview]],
     ) -> list[int]:  # fmt: skip
-        """Copy the data of chunks to their `views` in blocks; returns the checksum of each."""
+        """Copy chunks to their `views` in blocks; returns the checksum of each."""
         if self._is_in_small_pieces and self._are_whole(ids, chunks):
             for each, parts in zip(ids, data, strict=True):
                 self._memory.write_blocks(each, parts[0] if len(parts) == 1 else b"".join(parts))

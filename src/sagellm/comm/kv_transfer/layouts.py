@@ -40,7 +40,7 @@ class Agreement(NamedTuple):
 
     @property
     def goes_unchanged(self) -> bool:
-        """Whether parts of blocks go from memory to memory as they are, several in a message."""
+        """Whether parts of blocks go as they are, so that several share a message."""
         return self.has_views and not self.codec
 
     @property

@@ -70,9 +70,10 @@ class ChunkHead(NamedTuple):
         count, rest = divmod(len(head) - _CHUNKS.size, 8)
         if rest or not 1 <= count <= MAX_TOGETHER:
             raise KVDataError(f"{len(head)} bytes are no head of 1 to {MAX_TOGETHER} chunks")
-        *fields, codec = _CHUNKS.unpack_from(head)
+        transfer, epoch, number, digest, token_hash, codec = _CHUNKS.unpack_from(head)
         name = codec.rstrip(b"\0").decode("ascii", "replace")
-        return cls(*fields, name, struct.unpack_from(f"<{count}Q", head, _CHUNKS.size))
+        checksums = struct.unpack_from(f"<{count}Q", head, _CHUNKS.size)
+        return cls(transfer, epoch, number, digest, token_hash, name, checksums)
 
 
 class Ack(NamedTuple):

@@ -134,16 +134,20 @@ class Outgoing:
         return min(lacking, default=len(self.computed) + 1) - 1
 
     def num_within(self, time_s: float, now: float, most: int) -> int:
-        """How many chunks will land within such a time, as others have: 1 to `most`."""
+        """How many chunks will land within such a time: 1 to `most`.
+
+        As many as have since its target took it.
+        """
         spent_s = now - self.accepted_s
         if self.num_landed * time_s >= most * spent_s:
             return most
         return max(1, int(self.num_landed * time_s / spent_s))
 
     def next_chunks(self, most: int) -> range:
-        """Chunks that follow one another and may be sent now; they are in flight from then on.
+        """Take chunks that follow one another and may be sent now.
 
-        None, while chunks on their way will bring credits for `most`: messages would become small for good.
+        They are in flight from then on. None, while chunks on their way will bring credits for `most`:
+        messages would become small for good.
         """
         todo, num_credits = self.todo, self.credits + len(self.in_flight)
         most = min(most, len(todo), (num_credits + 1) // 2)

@@ -478,7 +478,10 @@ class Sender:
         self, transfer: Outgoing, link: int, agreed: Agreement, accept: Accept, number: int,
         chunks: Sequence[ChunkSpan],
     ) -> tuple[ChunkHead, Sequence[memoryview]]:  # fmt: skip
-        """The message of these chunks, or of the first of them, if the link has memory for fewer."""
+        """The message of these chunks, or of the first of them.
+
+        It has fewer where the link has memory for fewer.
+        """
         if not transfer.hashes:
             tokens = transfer.path.tokens.tobytes()
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)

@@ -316,7 +316,7 @@ class TransportEndpoint(Protocol):
         """The place has its payload."""
 
     def sent(self, link: int, token: int) -> None:
-        """The payload of a message of chunks is not read any more: sent, or lost."""
+        """A message of chunks is not read any more: sent, or lost."""
 
     def lost(self, link: int, reason: str) -> None:
         """A link could not be connected or has ended. The next message that opens connects it again."""
@@ -346,10 +346,11 @@ class TransportEngine(Protocol):
         """
 
     def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
-        """Memory in which payloads of chunks are best made, if any: for 1 to `count` chunks.
+        """Memory in which payloads of chunks are best made, if any.
 
-        It belongs to the caller until a `post` with it, as one part for each chunk, or `discard`. Raises
-        `BlockingIOError` if all of it is in use: `sent` says when to try again.
+        It is for 1 to `count` chunks, a part for each, and belongs to the caller until a `post` with these
+        parts, or `discard`. Raises `BlockingIOError` if too much of it is in use: `sent` says when to try
+        again.
         """
 
     def discard(self, link: int, memory: memoryview) -> None:

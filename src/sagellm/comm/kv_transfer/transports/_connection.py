@@ -129,9 +129,9 @@ class PeerSocket:
     """The events that the selector waits for."""
 
     @property
-    def num_payloads(self) -> int:
-        """Messages of chunks on their way out."""
-        return sum(frame.token is not None for frame in tuple(self.outgoing))
+    def has_payload(self) -> bool:
+        """Whether chunks are on their way out."""
+        return any(frame.token is not None for frame in tuple(self.outgoing))
 
     def expect(
         self, views: Sequence[memoryview], then: Callable[[], None], place: ChunkPlace | None = None,

@@ -47,8 +47,6 @@ PAUSE_S = 0.5
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAX_TURNS = 4
 """A small frame waits for others so many turns of the thread: waking the peer costs as much as a chunk."""
-MAX_WAITING = 2
-"""Messages of chunks of a link that were made and are not sent."""
 _IDLE_S = 0.5
 _DROPPED_BYTES = 256 << 10
 
@@ -102,10 +100,10 @@ class StreamTransport:
     def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
         """None: a payload is sent from where it lies.
 
-        Few wait at a time, so that they are in the processor's cache when they are sent.
+        One message waits at a time, so that its chunks are in the processor's cache when they are sent.
         """
         connection = self._connections.get(link)
-        if connection is not None and connection.num_payloads >= MAX_WAITING:
+        if connection is not None and connection.has_payload:
             raise BlockingIOError("chunks wait to be sent")
         return None
 
@@ -366,7 +364,10 @@ class StreamTransport:
         connection.expect([memoryview(prefix)], parsed, take_whole=partial(self._take_whole, connection))
 
     def _take_whole(self, connection: PeerSocket) -> bool:
-        """Take a frame that was read ahead; False if a part is missing, but the payload of chunks."""
+        """Take a frame that was read ahead; False if a part of it is missing.
+
+        Payloads of chunks come after that.
+        """
         ready = connection.ready
         if len(ready) < PREFIX.size:
             return False
