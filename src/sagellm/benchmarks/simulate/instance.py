@@ -346,6 +346,7 @@ class Instance:
             kv_cache_usage=stats.blocks_active / blocks,
             eviction_count=sum(kv.allocator.num_evicted.values()),
             prefill_token_s=capability.prefill_token_s,
+            prefill_token_squared_s=capability.prefill_token_squared_s,
             step_s=self.step_log.decode_step_s,
             reported_s=reported_s,
         )

@@ -328,7 +328,7 @@ class FleetEngine:
         if first_s is not None:
             begin["ttft"] = first_s - arrival_s
             if len(served.generated) > 1:
-                seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
+                seen |= {"decode": now_s - first_s, "tpot": (now_s - first_s) / (len(served.generated) - 1)}
         if served.first_instance in ("", instance_id):
             self._router.observe(instance_id, {**begin, **seen})
         else:

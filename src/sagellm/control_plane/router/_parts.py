@@ -1,0 +1,248 @@
+"""`Parts`: which hybrid instances compute prompts, and which of them answers, for a while.
+
+Arrow (Wu et al., 2025) lets the parts of stateless instances change at once, and so does this: an instance
+ends what it has, while new requests go by its new part. TaiChi (Wang et al., 2025) shows that neither form
+wins for all goals: here each possible number of prefill instances is tried on the requests of late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sagellm.control_plane.router._what_if import PastRequest, Speeds, replay
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
+
+MAX_MODELLED = 8
+"""A larger fleet is modelled by so many instances and their share of the requests."""
+MAX_AGE_S = 300.0
+FEWEST = 48
+"""Requests and answers before the first decision, at least."""
+WORK_PER_S = 250.0
+"""Pieces of a replay for each second that passes, of about 0.15 ms: a small share of one core."""
+MOST_WORK = 16
+"""Pieces that one placement may do."""
+KEEP = 0.998
+"""Weight of all earlier reports when one more is observed."""
+SPREAD = 0.05
+"""Contexts must differ by this share of their mean, for the slope to be fitted."""
+
+
+class StepFit:
+    """Seconds of a decode step by the tokens of KV that its rows read: a line, by least squares.
+
+    Fitted to what instances report, as they fill and empty; earlier reports count less and less.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, context: float, step_s: float) -> None:
+        self._n = KEEP * self._n + 1
+        self._x = KEEP * self._x + context
+        self._y = KEEP * self._y + step_s
+        self._xx = KEEP * self._xx + context * context
+        self._xy = KEEP * self._xy + context * step_s
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step without context, and for each token of it. Neither is below 0."""
+        if not self._n:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        variance = self._xx / self._n - mean_x * mean_x
+        slope = 0.0
+        if variance > (SPREAD * mean_x) ** 2:
+            slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / variance)
+        if slope * mean_x >= mean_y:
+            return 0.0, mean_y / mean_x
+        return mean_y - slope * mean_x, slope
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOptions:
+    """As the options of the same names of `SeparateAdaptively`."""
+
+    tokens: int
+    margin: float
+    gain: float
+    rounds: int
+    chunk: int
+    window: int
+    transfer_s: float
+    transfer_token_s: float
+
+
+class Parts:
+    """The part of each hybrid instance. `kinds` is another object whenever one of them has changed.
+
+    It tries every number of prefill instances on a replay of the last requests, a little with each placement.
+    Another number is taken once it was the best `rounds` times in a row, by `gain` of the goals met or more.
+    Where no request has a goal, `kinds` is empty: every instance may do everything.
+    """
+
+    def __init__(self, options: PartsOptions) -> None:
+        self.kinds: Mapping[str, InstanceType] = {}
+        self.num_prefill = 0
+        self.shares: Sequence[float] = ()
+        """The share of goals that each number of prefill instances would have met, by the last replay."""
+        self._options = options
+        self._requests: deque[tuple[RequestMetadata, float, int, bool]] = deque(maxlen=options.window)
+        self._num_goals = 0
+        self._answers: deque[int] = deque(maxlen=options.window)
+        self._fit = StepFit()
+        self._reported_s: dict[str, float] = {}
+        self._hybrids: Sequence[ExecutionInstance] = ()
+        self._num_instances = 0
+        self._work = self._evaluations()
+        self._credit, self._last_s = 0.0, -math.inf
+        self._best, self._num_best = 0, 0
+
+    # -- what is seen
+
+    def place(
+        self,
+        request: RequestMetadata,
+        num_uncached: int,
+        instances: Sequence[ExecutionInstance],
+        now_s: float,
+    ) -> Mapping[str, InstanceType]:
+        """A request is placed now. Returns the parts by which."""
+        self._learn(instances)
+        self._remember(request, num_uncached, now_s)
+        hybrids = [each for each in instances if each.kind is InstanceType.HYBRID]
+        changed = [each.instance_id for each in hybrids] != [each.instance_id for each in self._hybrids]
+        self._hybrids, self._num_instances = hybrids, len(instances)
+        before = self.num_prefill
+        self.num_prefill = max(0, min(self.num_prefill, len(hybrids) - 1))
+        self._credit = min(MOST_WORK, self._credit + (now_s - self._last_s) * WORK_PER_S)
+        self._last_s = now_s
+        while self._credit >= 1:
+            self._credit -= 1
+            next(self._work)
+        has_parts = len(hybrids) > 1 and self._num_goals > 0
+        if changed or self.num_prefill != before or has_parts != bool(self.kinds):
+            self.kinds = self._assigned() if has_parts else {}
+        return self.kinds
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer of so many tokens has ended."""
+        self._answers.append(num_tokens)
+
+    def _learn(self, instances: Sequence[ExecutionInstance]) -> None:
+        seen = self._reported_s
+        for each in instances:
+            if each.step_s and seen.get(each.instance_id) != each.reported_s:
+                seen[each.instance_id] = each.reported_s
+                self._fit.add(each.kv_cache_usage * each.num_blocks * each.block_size, each.step_s)
+        if len(seen) > 2 * len(instances) + 64:  # instances that are gone
+            self._reported_s = {each.instance_id: each.reported_s for each in instances}
+
+    def _remember(self, request: RequestMetadata, num_uncached: int, now_s: float) -> None:
+        kept, slo = self._requests, request.slo
+        while kept and (len(kept) == kept.maxlen or kept[0][1] < now_s - MAX_AGE_S):
+            self._num_goals -= kept.popleft()[3]
+        has_goal = slo.ttft_s is not None or slo.tpot_s is not None
+        kept.append((request, now_s, num_uncached, has_goal))
+        self._num_goals += has_goal
+
+    # -- what would be better
+
+    def _evaluations(self) -> Iterator[None]:
+        """Tries all numbers again and again, a piece at each `next`."""
+        while True:
+            requests, speeds, num_modelled = self._sample(), self._speeds(), self._num_modelled
+            if requests and speeds is not None and num_modelled > 1:
+                shares = []
+                for num_prefill in range(num_modelled):
+                    share, options = 0.0, self._options
+                    for share in replay(
+                        requests, speeds, num_modelled, num_prefill, tokens=options.tokens,
+                        margin=options.margin,
+                    ):  # fmt: skip
+                        yield
+                    shares.append(share)
+                self._decide(shares)
+            yield
+
+    @property
+    def _num_modelled(self) -> int:
+        return min(len(self._hybrids), MAX_MODELLED)
+
+    def _sample(self) -> list[PastRequest]:
+        """The requests that the modelled instances would have had. None while there are too few."""
+        kept, answers = self._requests, self._answers
+        if len(kept) < FEWEST or len(answers) < FEWEST or not self._num_goals or not self._num_instances:
+            return []
+        share, due, made = self._num_modelled / self._num_instances, 0.0, []
+        for number, (request, placed_s, num_uncached, _) in enumerate(kept):
+            due += share
+            if due < 1:
+                continue
+            due -= 1
+            num_tokens, slo = len(request.tokens), request.slo
+            asked = request.kv_cache_size_tokens - num_tokens
+            num_output = asked if asked > 0 else answers[number % len(answers)]
+            ttft_s, tpot_s = slo.ttft_s, slo.tpot_s
+            made.append(
+                PastRequest(
+                    placed_s, num_tokens, num_uncached, num_output,
+                    math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s,
+                )
+            )  # fmt: skip
+        return made
+
+    def _speeds(self) -> Speeds | None:
+        """Those of the mean hybrid instance; None while no instance has measured any."""
+        known = [each for each in self._hybrids if each.prefill_token_s]
+        step_s, context_token_s = self._fit.line()
+        if not known or not step_s + context_token_s:
+            return None
+        room = [each.num_blocks * each.block_size for each in known]
+        return Speeds(
+            sum(each.prefill_token_s for each in known) / len(known),
+            sum(each.prefill_token_squared_s for each in known) / len(known),
+            step_s,
+            context_token_s,
+            sum(room) / len(room) if all(room) else math.inf,
+            self._options.chunk,
+            self._options.transfer_s,
+            self._options.transfer_token_s,
+        )
+
+    def _decide(self, shares: Sequence[float]) -> None:
+        """Take another number of prefill instances, if it was better for long enough."""
+        scale = len(self._hybrids) / len(shares)
+        current = min(len(shares) - 1, round(self.num_prefill / scale))
+        best = max(range(len(shares)), key=lambda number: (shares[number], -abs(number - current)))
+        is_better = shares[best] > shares[current] * (1 + self._options.gain)
+        self._num_best = (self._num_best + 1 if best == self._best else 1) if is_better else 0
+        self.shares, self._best = shares, best
+        if self._num_best >= self._options.rounds:
+            self.num_prefill, self._num_best = min(round(best * scale), len(self._hybrids) - 1), 0
+
+    # -- who does it
+
+    def _assigned(self) -> Mapping[str, InstanceType]:
+        """Prefill instances stay what they are, those with most prompts first; new ones have least to do."""
+        if not self.num_prefill:
+            return {each.instance_id: InstanceType.GENERAL for each in self._hybrids}
+
+        def rank(each: ExecutionInstance) -> tuple[bool, int, int]:
+            is_prefill = self.kinds.get(each.instance_id) is InstanceType.PREFILLING
+            return not is_prefill, -each.num_queued_tokens if is_prefill else 0, each.num_requests
+
+        made = {each.instance_id: InstanceType.DECODING for each in self._hybrids}
+        for each in sorted(self._hybrids, key=rank)[: self.num_prefill]:
+            made[each.instance_id] = InstanceType.PREFILLING
+        return made
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where parts and numbers contradict each other."""
+        num_prefill = sum(kind is InstanceType.PREFILLING for kind in self.kinds.values())
+        if self.kinds and num_prefill != self.num_prefill:
+            raise BookkeepingError(f"{num_prefill} instances compute prompts, not {self.num_prefill}")
+        if self._num_goals != sum(kept[3] for kept in self._requests):
+            raise BookkeepingError("the requests with a goal are miscounted")

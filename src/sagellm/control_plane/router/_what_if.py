@@ -1,0 +1,256 @@
+"""What if so many instances computed only prompts? Replays past requests on a model of the fleet.
+
+The model is fluid: between two events an instance computes a prompt, or decodes all its rows at one speed. It
+knows queues, KV memory, hand-overs and the goals of each request, and so it tells how many requests would
+meet theirs. DistServe (Zhong et al., OSDI 2024) chooses placements by simulated goodput before it starts;
+here the requests of the last minutes are the workload, and the answer is used at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+DECODE_WEIGHT = 0.1
+"""As `CostRouter.decode_weight`, by which whole requests are placed."""
+YIELD_EVERY = 8
+"""Requests that are replayed between two yields."""
+
+
+class Speeds(NamedTuple):
+    """Of one instance, in seconds.
+
+    A prompt token takes `token_s`, and `token_squared_s` more for each token before it. A decode step takes
+    `step_s`, and `context_token_s` for each token of KV that its rows read. `kv_tokens` fit into memory; a
+    step computes `chunk` prompt tokens.
+    """
+
+    token_s: float
+    token_squared_s: float = 0.0
+    step_s: float = 0.01
+    context_token_s: float = 0.0
+    kv_tokens: float = math.inf
+    chunk: int = 8192
+    transfer_s: float = 0.0
+    transfer_token_s: float = 0.0
+
+    def prompt_s(self, num_tokens: int, num_uncached: int) -> float:
+        """Seconds to compute the last `num_uncached` of a prompt's tokens, without rows beside it."""
+        before = num_tokens - num_uncached + num_uncached / 2
+        return num_uncached * (self.token_s + before * self.token_squared_s)
+
+
+class PastRequest(NamedTuple):
+    """A request that was placed. Goals in seconds, infinite where there is none."""
+
+    arrival_s: float
+    num_tokens: int
+    num_uncached: int
+    num_output: int
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+def goes_apart(num_uncached: int, apart_s: float, whole_s: float, slack_s: float, tokens: int) -> bool:
+    """Whether a request's prompt is computed on a prefill instance, where there are some.
+
+    Not if it has fewer than `tokens` tokens to compute; nor if its first token would be late there (after
+    `apart_s` seconds, with `slack_s` left) and comes earlier on an instance that decodes (`whole_s`).
+    """
+    return num_uncached >= tokens and (apart_s <= slack_s or apart_s <= whole_s)
+
+
+class _Modelled:
+    """One instance. `drawn`: tokens that each row has drawn since the beginning. `rows`: a heap of (`drawn`
+    at the end, request). `prompts`: those that wait. `context`: tokens of KV in use."""
+
+    __slots__ = (
+        "arrivals", "at_s", "coming", "context", "drawn", "ends_s", "firsts_s", "handed", "head", "head_end_s",
+        "head_rate", "is_prefill", "prompts", "requests", "rows", "speeds", "work_s",
+    )  # fmt: skip
+
+    def __init__(self, fleet: _Fleet, *, is_prefill: bool) -> None:
+        self.speeds, self.requests = fleet.speeds, fleet.requests
+        self.firsts_s, self.ends_s, self.handed = fleet.firsts_s, fleet.ends_s, fleet.handed
+        self.is_prefill = is_prefill
+        self.at_s = self.drawn = self.context = self.coming = self.work_s = 0.0
+        self.rows: list[tuple[float, int]] = []
+        self.prompts: deque[tuple[int, float]] = deque()
+        self.arrivals: deque[int] = deque()
+        self.head, self.head_end_s, self.head_rate = -1, 0.0, 0.0
+
+    @property
+    def queue_s(self) -> float:
+        """Until a prompt that comes now is begun."""
+        return self.work_s + (self.head_end_s - self.at_s if self.head >= 0 else 0.0)
+
+    @property
+    def step_s(self) -> float:
+        return self.speeds.step_s + self.speeds.context_token_s * (self.context + self.coming)
+
+    def add_prompt(self, number: int, seconds: float) -> None:
+        self.prompts.append((number, seconds))
+        self.work_s += seconds
+
+    def advance(self, until_s: float) -> None:
+        """Let it work until then, or until it has nothing to do."""
+        while True:
+            rows, now_s = self.rows, self.at_s
+            if self.head < 0 and self.prompts:
+                self._begin_prompt()
+            if self.head >= 0:
+                rate, event_s = self.head_rate, self.head_end_s
+            elif rows:
+                rate = 1 / (self.speeds.step_s + self.speeds.context_token_s * self.context)
+                event_s = math.inf
+            else:
+                self.at_s = max(now_s, until_s) if until_s < math.inf else now_s
+                return
+            row_s = now_s + (rows[0][0] - self.drawn) / rate if rows else math.inf
+            next_s = min(event_s, row_s, until_s)
+            tokens = (next_s - now_s) * rate
+            self.drawn += tokens
+            self.context += tokens * len(rows)
+            self.at_s = next_s
+            if next_s == row_s:
+                self._end_row()
+            elif next_s == event_s:
+                self._end_prompt()
+            else:
+                return
+
+    def _begin_prompt(self) -> None:
+        number, seconds = self.prompts[0]
+        request, speeds = self.requests[number], self.speeds
+        has_room = self.context + request.num_tokens <= speeds.kv_tokens
+        if not has_room and self.rows:
+            return
+        self.prompts.popleft()
+        self.work_s -= seconds
+        num_steps = max(1.0, request.num_uncached / speeds.chunk)
+        seconds += num_steps * speeds.context_token_s * self.context
+        self.head, self.head_end_s = number, self.at_s + seconds
+        self.head_rate = num_steps / seconds
+        if not self.is_prefill:
+            self.context += request.num_tokens
+
+    def _end_prompt(self) -> None:
+        number, self.head = self.head, -1
+        request = self.requests[number]
+        self.firsts_s[number] = self.at_s
+        if self.is_prefill:
+            ready_s = self.at_s + self.speeds.transfer_s + request.num_tokens * self.speeds.transfer_token_s
+            heapq.heappush(self.handed, (ready_s, number))
+        else:
+            self._add_row(number)
+
+    def _add_row(self, number: int) -> None:
+        heapq.heappush(self.rows, (self.drawn + max(1, self.requests[number].num_output - 1), number))
+
+    def _end_row(self) -> None:
+        _, number = heapq.heappop(self.rows)
+        request = self.requests[number]
+        self.ends_s[number] = self.at_s
+        self.context = max(0.0, self.context - request.num_tokens - request.num_output) if self.rows else 0.0
+        self._take_arrivals()
+
+    def arrive(self, number: int) -> None:
+        """The KV of a prompt is there. Its row waits for memory."""
+        self.coming -= self.requests[number].num_tokens
+        self.arrivals.append(number)
+        self._take_arrivals()
+
+    def _take_arrivals(self) -> None:
+        while self.arrivals:
+            num_tokens = self.requests[self.arrivals[0]].num_tokens
+            if self.rows and self.context + num_tokens > self.speeds.kv_tokens:
+                return
+            self.context += num_tokens
+            self._add_row(self.arrivals.popleft())
+
+
+class _Fleet:
+    """Equal instances, the first `num_prefill` of which compute only prompts."""
+
+    def __init__(
+        self,
+        requests: Sequence[PastRequest],
+        speeds: Speeds,
+        num_instances: int,
+        num_prefill: int,
+        tokens: int,
+        margin: float,
+    ) -> None:
+        self.requests, self.speeds, self.tokens, self.margin = requests, speeds, tokens, margin
+        self.firsts_s = [math.inf] * len(requests)
+        self.ends_s = [math.inf] * len(requests)
+        self.handed: list[tuple[float, int]] = []
+        self._target_of: dict[int, _Modelled] = {}
+        self._prefill = [_Modelled(self, is_prefill=True) for _ in range(num_prefill)]
+        self._decode = [_Modelled(self, is_prefill=False) for _ in range(num_instances - num_prefill)]
+
+    def advance(self, until_s: float) -> None:
+        for each in self._prefill:
+            each.advance(until_s)
+        while self.handed and self.handed[0][0] <= until_s:
+            time_s, number = heapq.heappop(self.handed)
+            target = self._target_of.pop(number)
+            target.advance(time_s)
+            target.at_s = max(target.at_s, time_s)
+            target.arrive(number)
+        for each in self._decode:
+            each.advance(until_s)
+
+    def place(self, number: int) -> None:
+        """The request arrives now."""
+        request = self.requests[number]
+        seconds = self.speeds.prompt_s(request.num_tokens, request.num_uncached)
+        decode_tokens = DECODE_WEIGHT * request.num_output
+        whole = min(self._decode, key=lambda each: each.queue_s + decode_tokens * each.step_s)
+        if self._prefill:
+            prefill = min(self._prefill, key=lambda each: each.queue_s)
+            apart_s, whole_s = prefill.queue_s + seconds, whole.queue_s + seconds
+            slack_s = self.margin * request.ttft_s
+            if goes_apart(request.num_uncached, apart_s, whole_s, slack_s, self.tokens):
+                target = min(self._decode, key=lambda each: each.step_s)
+                target.coming += request.num_tokens
+                self._target_of[number] = target
+                prefill.add_prompt(number, seconds)
+                return
+        whole.add_prompt(number, seconds)
+
+    def meets_goals(self, number: int) -> bool:
+        request = self.requests[number]
+        first_s = self.firsts_s[number]
+        decode_s = self.ends_s[number] - first_s
+        in_time = first_s - request.arrival_s <= request.ttft_s
+        return in_time and decode_s <= request.tpot_s * max(1, request.num_output - 1)
+
+
+def replay(
+    requests: Sequence[PastRequest],
+    speeds: Speeds,
+    num_instances: int,
+    num_prefill: int,
+    *,
+    tokens: int = 0,
+    margin: float = 1.0,
+    warm_up: float = 1 / 3,
+) -> Iterator[float]:
+    """The share of the requests that meet their goals. Yields 0.0 while it works, and the share at last.
+
+    `requests` by arrival; the first part of them, `warm_up`, fills the fleet and is not counted. `tokens`:
+    prompts with fewer to compute are not separated.
+    """
+    fleet = _Fleet(requests, speeds, num_instances, num_prefill, tokens, margin)
+    for number, request in enumerate(requests):
+        fleet.advance(request.arrival_s)
+        fleet.place(number)
+        if number % YIELD_EVERY == YIELD_EVERY - 1:
+            yield 0.0
+    fleet.advance(math.inf)
+    counted = range(int(len(requests) * warm_up), len(requests))
+    yield sum(map(fleet.meets_goals, counted)) / max(1, len(counted))
