@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sagellm.control_plane.router._what_if import PastRequest, Speeds, _Fleet, goes_apart, replay
 from tests.effort import examples
 
-SPEEDS = Speeds(token_s=0.001, step_s=0.01)
+SPEEDS = Speeds(token_s=0.001, step_s=0.01, chunk=200)
 
 
 def past(arrival_s: float, num_tokens: int = 100, num_output: int = 11, **goals: float) -> PastRequest:
@@ -20,13 +20,19 @@ def past(arrival_s: float, num_tokens: int = 100, num_output: int = 11, **goals:
 
 
 def share(made: list[PastRequest], num_instances: int, num_prefill: int, speeds: Speeds = SPEEDS) -> float:
-    *_, found = replay(made, speeds, num_instances, num_prefill, warm_up=0.0)
-    return found
+    work = replay(made, speeds, num_instances, num_prefill, warm_up=0.0)
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            return float(ended.value)
 
 
-def times(requests: list[PastRequest], num_instances: int, num_prefill: int) -> list[tuple[float, float]]:
+def times(
+    requests: list[PastRequest], num_instances: int, num_prefill: int, chunk: int = 200
+) -> list[tuple[float, float]]:
     """When each request has its first and its last token."""
-    fleet = _Fleet(requests, SPEEDS, num_instances, num_prefill, 0, 1.0)
+    fleet = _Fleet(requests, SPEEDS._replace(chunk=chunk), num_instances, num_prefill, 0, 1.0)
     for number, request in enumerate(requests):
         fleet.advance(request.arrival_s)
         fleet.place(number)
@@ -39,25 +45,34 @@ def test_one_request_takes_its_prompt_and_ten_steps() -> None:
 
 
 def test_a_prompt_delays_the_answer_beside_it_and_gives_it_one_token() -> None:
-    assert times([past(0.0), past(0.0)], 1, 0) == [(0.1, 0.29), (0.2, 0.3)]
+    assert times([past(0.0), past(0.0)], 1, 0, 100) == [(0.1, 0.29), (0.2, 0.3)]
+
+
+def test_prompts_that_fit_into_one_step_end_together() -> None:
+    assert times([past(0.0), past(0.0)], 1, 0) == [(0.2, 0.3), (0.2, 0.3)]
+
+
+def test_a_long_prompt_takes_several_steps() -> None:
+    assert times([past(0.0, 10), past(0.01, 400)], 1, 0) == [(0.01, 0.49), (0.41, 0.51)]
 
 
 def test_prompts_of_a_prefill_instance_delay_no_answer() -> None:
-    assert times([past(0.0), past(0.0)], 2, 1) == [(0.1, 0.2), (0.2, 0.3)]
+    assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.2), (0.2, 0.3)]
 
 
 def test_which_form_meets_the_goals_depends_on_the_goals() -> None:
-    tight_answers = [past(0.0, tpot_s=0.015), past(0.0, tpot_s=0.015), past(0.0, tpot_s=0.015)]
-    assert [share(tight_answers, 2, number) for number in (0, 1)] == [pytest.approx(2 / 3), 1.0]
+    one = SPEEDS._replace(chunk=100)
+    tight_answers = [past(0.0, tpot_s=0.015) for _ in range(3)]
+    assert [share(tight_answers, 2, number, one) for number in (0, 1)] == [pytest.approx(2 / 3), 1.0]
     tight_prompts = [past(0.0, ttft_s=0.15), past(0.0, ttft_s=0.15)]
-    assert [share(tight_prompts, 2, number) for number in (0, 1)] == [1.0, 1.0], "one of them is served whole"
+    assert [share(tight_prompts, 2, number, one) for number in (0, 1)] == [1.0, 1.0], "one is served whole"
 
 
 def test_answers_wait_for_memory() -> None:
-    short = SPEEDS._replace(kv_tokens=150)
+    short = SPEEDS._replace(kv_tokens=150, chunk=100)
     goals = [past(0.0, ttft_s=0.11), past(0.0, ttft_s=0.25), past(0.0, ttft_s=0.25)]
     assert share(goals, 1, 0, short) == pytest.approx(1 / 3)
-    assert share(goals, 1, 0) == pytest.approx(2 / 3), "the third is late in any case"
+    assert share(goals, 1, 0, short._replace(kv_tokens=math.inf)) == pytest.approx(2 / 3)
 
 
 def test_later_tokens_of_a_prompt_take_longer() -> None:
@@ -90,15 +105,17 @@ def step_by_step(requests: list[PastRequest]) -> list[tuple[float, float]]:
             now_s = max(now_s, coming[0][1].arrival_s)
         while coming and coming[0][1].arrival_s <= now_s:
             prompts.append(coming.popleft()[0])
-        begun = prompts.popleft() if prompts else None
-        now_s += SPEEDS.step_s if begun is None else SPEEDS.prompt_s(*2 * (requests[begun].num_tokens,))
+        begun: list[int] = []
+        while prompts and sum(requests[number].num_tokens for number in [*begun, prompts[0]]) <= 200:
+            begun.append(prompts.popleft())
+        now_s += sum(requests[number].num_tokens for number in begun) * SPEEDS.token_s or SPEEDS.step_s
         for number in list(rows):
             rows[number] -= 1
             if not rows[number]:
                 ends[number] = now_s
                 del rows[number]
-        if begun is not None:
-            firsts[begun], rows[begun] = now_s, requests[begun].num_output - 1
+        for number in begun:
+            firsts[number], rows[number] = now_s, requests[number].num_output - 1
     return list(zip(firsts, ends, strict=True))
 
 

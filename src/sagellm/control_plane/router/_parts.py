@@ -157,12 +157,10 @@ class Parts:
             if requests and speeds is not None and num_modelled > 1:
                 shares = []
                 for num_prefill in range(num_modelled):
-                    share, options = 0.0, self._options
-                    for share in replay(
-                        requests, speeds, num_modelled, num_prefill, tokens=options.tokens,
-                        margin=options.margin,
-                    ):  # fmt: skip
-                        yield
+                    share = yield from replay(
+                        requests, speeds, num_modelled, num_prefill, tokens=self._options.tokens,
+                        margin=self._options.margin,
+                    )  # fmt: skip
                     shares.append(share)
                 self._decide(shares)
             yield

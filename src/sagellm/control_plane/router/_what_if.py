@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 DECODE_WEIGHT = 0.1
@@ -65,11 +65,12 @@ def goes_apart(num_uncached: int, apart_s: float, whole_s: float, slack_s: float
 
 class _Modelled:
     """One instance. `drawn`: tokens that each row has drawn since the beginning. `rows`: a heap of (`drawn`
-    at the end, request). `prompts`: those that wait. `context`: tokens of KV in use."""
+    at the end, request). `prompts`: those that wait. `heads`: those that are computed, in steps of a chunk.
+    `context`: tokens of KV in use."""
 
     __slots__ = (
-        "arrivals", "at_s", "coming", "context", "drawn", "ends_s", "firsts_s", "handed", "head", "head_end_s",
-        "head_rate", "is_prefill", "prompts", "requests", "rows", "speeds", "work_s",
+        "arrivals", "at_s", "coming", "context", "drawn", "ends_s", "firsts_s", "handed", "heads",
+        "heads_end_s", "heads_rate", "is_prefill", "prompts", "requests", "rows", "speeds", "work_s",
     )  # fmt: skip
 
     def __init__(self, fleet: _Fleet, *, is_prefill: bool) -> None:
@@ -80,12 +81,13 @@ class _Modelled:
         self.rows: list[tuple[float, int]] = []
         self.prompts: deque[tuple[int, float]] = deque()
         self.arrivals: deque[int] = deque()
-        self.head, self.head_end_s, self.head_rate = -1, 0.0, 0.0
+        self.heads: list[int] = []
+        self.heads_end_s = self.heads_rate = 0.0
 
     @property
     def queue_s(self) -> float:
         """Until a prompt that comes now is begun."""
-        return self.work_s + (self.head_end_s - self.at_s if self.head >= 0 else 0.0)
+        return self.work_s + (self.heads_end_s - self.at_s if self.heads else 0.0)
 
     @property
     def step_s(self) -> float:
@@ -97,17 +99,17 @@ class _Modelled:
 
     def advance(self, until_s: float) -> None:
         """Let it work until then, or until it has nothing to do."""
-        while True:
+        while self.at_s < until_s:
             rows, now_s = self.rows, self.at_s
-            if self.head < 0 and self.prompts:
-                self._begin_prompt()
-            if self.head >= 0:
-                rate, event_s = self.head_rate, self.head_end_s
+            if self.prompts and not self.heads:
+                self._begin_prompts()
+            if self.heads:
+                rate, event_s = self.heads_rate, self.heads_end_s
             elif rows:
                 rate = 1 / (self.speeds.step_s + self.speeds.context_token_s * self.context)
                 event_s = math.inf
             else:
-                self.at_s = max(now_s, until_s) if until_s < math.inf else now_s
+                self.at_s = until_s if until_s < math.inf else now_s
                 return
             row_s = now_s + (rows[0][0] - self.drawn) / rate if rows else math.inf
             next_s = min(event_s, row_s, until_s)
@@ -118,34 +120,42 @@ class _Modelled:
             if next_s == row_s:
                 self._end_row()
             elif next_s == event_s:
-                self._end_prompt()
+                self._end_prompts()
+
+    def _begin_prompts(self) -> None:
+        """As many as fit into one step, or the steps of a long one, as far as memory lasts."""
+        speeds, context, room = self.speeds, self.context, self.speeds.chunk
+        num_uncached, seconds, held = 0, 0.0, context
+        while self.prompts:
+            number, prompt_s = self.prompts[0]
+            request = self.requests[number]
+            fits = held + request.num_tokens <= speeds.kv_tokens or not (self.rows or self.heads)
+            if not fits or (self.heads and request.num_uncached > room):
+                break
+            self.prompts.popleft()
+            self.heads.append(number)
+            held += request.num_tokens
+            room -= request.num_uncached
+            num_uncached += request.num_uncached
+            seconds += prompt_s
+        if self.heads:
+            self.work_s -= seconds
+            num_steps = max(1.0, num_uncached / speeds.chunk)
+            seconds += num_steps * speeds.context_token_s * context
+            self.heads_end_s, self.heads_rate = self.at_s + seconds, num_steps / seconds
+            if not self.is_prefill:
+                self.context = held
+
+    def _end_prompts(self) -> None:
+        heads, self.heads = self.heads, []
+        for number in heads:
+            self.firsts_s[number] = self.at_s
+            if self.is_prefill:
+                speeds, num_tokens = self.speeds, self.requests[number].num_tokens
+                ready_s = self.at_s + speeds.transfer_s + num_tokens * speeds.transfer_token_s
+                heapq.heappush(self.handed, (ready_s, number))
             else:
-                return
-
-    def _begin_prompt(self) -> None:
-        number, seconds = self.prompts[0]
-        request, speeds = self.requests[number], self.speeds
-        has_room = self.context + request.num_tokens <= speeds.kv_tokens
-        if not has_room and self.rows:
-            return
-        self.prompts.popleft()
-        self.work_s -= seconds
-        num_steps = max(1.0, request.num_uncached / speeds.chunk)
-        seconds += num_steps * speeds.context_token_s * self.context
-        self.head, self.head_end_s = number, self.at_s + seconds
-        self.head_rate = num_steps / seconds
-        if not self.is_prefill:
-            self.context += request.num_tokens
-
-    def _end_prompt(self) -> None:
-        number, self.head = self.head, -1
-        request = self.requests[number]
-        self.firsts_s[number] = self.at_s
-        if self.is_prefill:
-            ready_s = self.at_s + self.speeds.transfer_s + request.num_tokens * self.speeds.transfer_token_s
-            heapq.heappush(self.handed, (ready_s, number))
-        else:
-            self._add_row(number)
+                self._add_row(number)
 
     def _add_row(self, number: int) -> None:
         heapq.heappush(self.rows, (self.drawn + max(1, self.requests[number].num_output - 1), number))
@@ -239,8 +249,8 @@ def replay(
     tokens: int = 0,
     margin: float = 1.0,
     warm_up: float = 1 / 3,
-) -> Iterator[float]:
-    """The share of the requests that meet their goals. Yields 0.0 while it works, and the share at last.
+) -> Generator[None, None, float]:
+    """Works in pieces, and returns the share of the requests that meet their goals.
 
     `requests` by arrival; the first part of them, `warm_up`, fills the fleet and is not counted. `tokens`:
     prompts with fewer to compute are not separated.
@@ -250,7 +260,7 @@ def replay(
         fleet.advance(request.arrival_s)
         fleet.place(number)
         if number % YIELD_EVERY == YIELD_EVERY - 1:
-            yield 0.0
+            yield
     fleet.advance(math.inf)
     counted = range(int(len(requests) * warm_up), len(requests))
-    yield sum(map(fleet.meets_goals, counted)) / max(1, len(counted))
+    return sum(map(fleet.meets_goals, counted)) / max(1, len(counted))

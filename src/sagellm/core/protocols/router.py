@@ -53,7 +53,8 @@ class ExecutionInstance:
     `num_queued_tokens`: prompt tokens that wait or are being computed. `kv_cache_usage`: share of its blocks
     that requests use. `utilization`: share of the last seconds in which it computed. `prefill_token_s` and
     `step_s`: what a prompt token takes, and a decode step at its present batch, as measured there; 0.0:
-    not known. `prefill_token_squared_s`: in addition, for each token before it; 0.0 where the mean has it. `is_fresh`: its KV events are complete and recent; else what is known of its cache is a guess.
+    not known. `prefill_token_squared_s`: in addition, for each token before it; 0.0 where the mean has it.
+    `is_fresh`: its KV events are complete and recent; else what is known of its cache is a guess.
     `num_free_blocks` counts those that cached prefixes may be evicted from; they have `block_size` tokens
     each, 0: not known.
     """

@@ -122,7 +122,7 @@ def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
     fleet = config.fleet
     return FleetEngine(
         instances,
-        make_fleet_router(fleet, clock),
+        make_fleet_router(fleet, clock, config.scheduler.max_batched_tokens),
         PrefixIndex(clock),
         _check,
         clock=clock,
