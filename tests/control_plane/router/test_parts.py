@@ -156,4 +156,4 @@ class PartsMachine(RuleBasedStateMachine):
 
 
 TestPartsMachine = PartsMachine.TestCase
-TestPartsMachine.settings = settings(max_examples=examples(40), stateful_step_count=20, deadline=None)
+TestPartsMachine.settings = settings(max_examples=examples(20), stateful_step_count=10, deadline=None)

@@ -19,7 +19,7 @@ from sagellm.core.protocols.router import ExecutionInstance, InstanceType, Reque
 MAX_MODELLED = 8
 """A larger fleet is modelled by so many instances and their share of the requests."""
 MAX_AGE_S = 300.0
-FEWEST = 48
+FEWEST = 32
 """Requests and answers before the first decision, at least."""
 WORK_PER_S = 250.0
 """Pieces of a replay for each second that passes, of about 0.15 ms: a small share of one core."""
