@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sagellm.control_plane.router._parts import FEWEST, Parts, PartsOptions, StepFit
+from sagellm.control_plane.router._what_if import Form
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 from sagellm.core.types import SLO, Tokens
 from tests.effort import examples
@@ -42,9 +43,9 @@ def serve(
     for number in range(first, first + count):
         request = RequestMetadata(str(number), Tokens(range(100)), slo=slo)
         parts.place(request, 100, fleet, 0.5 * (number // 3))
-        parts.answered(11)
+        parts.answered(11, 0.2)
         parts.check()
-        found.append(parts.num_prefill)
+        found.append(parts.form.num_prefill)
     return found
 
 
@@ -53,7 +54,8 @@ def test_prompts_are_separated_where_answers_would_be_late() -> None:
     placed = serve(parts, TIGHT, 40) + serve(parts, TIGHT, 160, first=40)
     assert placed[: FEWEST - 1] == [0] * (FEWEST - 1), "nothing is known yet"
     assert placed[-1] == 1
-    assert list(parts.shares) == [pytest.approx(2 / 3, abs=0.03), 1.0]
+    assert parts.shares[Form(0, True)] == pytest.approx(2 / 3, abs=0.03)
+    assert parts.shares[Form(1, True)] == 1.0
     assert sorted(kind.value for kind in parts.kinds.values()) == ["decoding", "prefilling"]
 
 
@@ -72,34 +74,34 @@ def test_without_goals_instances_may_do_everything() -> None:
 def test_a_change_takes_rounds_in_a_row_and_a_gain() -> None:
     parts = Parts(replace(OPTIONS, rounds=3))
     parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(4), 0.0)
+    whole, one, other = Form(0, True), Form(1, True), Form(2, False)
     for shares, expected in [
-        ((0.50, 0.60, 0.10, 0.10), 0),
-        ((0.50, 0.60, 0.10, 0.10), 0),
-        ((0.50, 0.51, 0.10, 0.10), 0),  # not by 3 %: it begins again
-        ((0.50, 0.60, 0.10, 0.10), 0),
-        ((0.50, 0.60, 0.70, 0.10), 0),  # another one: again
-        ((0.50, 0.60, 0.70, 0.10), 0),
-        ((0.50, 0.60, 0.70, 0.10), 2),
-        ((0.50, 0.71, 0.70, 0.10), 2),
+        ((0.50, 0.60, 0.10), whole),
+        ((0.50, 0.60, 0.10), whole),
+        ((0.50, 0.51, 0.10), whole),  # not by 3 %: it begins again
+        ((0.50, 0.60, 0.10), whole),
+        ((0.50, 0.60, 0.70), whole),  # another one: again
+        ((0.50, 0.60, 0.70), whole),
+        ((0.50, 0.60, 0.70), other),
+        ((0.50, 0.71, 0.70), other),
     ]:
-        parts._decide(shares)
-        assert parts.num_prefill == expected, shares
+        parts._decide(dict(zip((whole, one, other), shares, strict=True)), 4)
+        assert parts.form == expected, shares
 
 
 def test_large_fleets_are_modelled_by_eight() -> None:
     parts = Parts(replace(OPTIONS, rounds=1))
     parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(20), 0.0)
-    parts._decide((0.1, 0.2, 0.9, 0.2, 0.1, 0.1, 0.1, 0.1))
-    assert parts.num_prefill == 5
-    parts._decide((0.1, 0.2, 0.9, 0.2, 0.1, 0.1, 0.1, 0.1))
-    assert parts.num_prefill == 5
+    for _ in range(2):
+        parts._decide({Form(number, True): share for number, share in enumerate((0.1, 0.2, 0.9, 0.2))}, 8)
+        assert parts.form == (5, True)
 
 
 def test_parts_are_kept_and_lost_instances_replaced() -> None:
     parts = Parts(OPTIONS)
     fleet = [replace(each, num_running=10 - number) for number, each in enumerate(hybrids(4))]
     request = RequestMetadata("1", Tokens([1]), slo=TIGHT)
-    parts.num_prefill = 2
+    parts.form = Form(2, True)
     first = parts.place(request, 1, fleet, 0.0)
     assert [first[f"h{number}"] for number in range(4)] == [DECODING, DECODING, PREFILLING, PREFILLING]
     busier = [replace(each, num_running=each.num_running * (number > 1)) for number, each in enumerate(fleet)]
@@ -142,7 +144,7 @@ class PartsMachine(RuleBasedStateMachine):
             assert not kinds or set(kinds) == {
                 each.instance_id for each in self.fleet if each.kind is InstanceType.HYBRID
             }
-            self.parts.answered(1 + number)
+            self.parts.answered(1 + number, 0.1 * number)
 
     @rule(count=st.integers(0, 12), whole=st.integers(0, 2))
     def change(self, count: int, whole: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.control_plane.router._what_if import PastRequest, Speeds, _Fleet, goes_apart, replay
+from sagellm.control_plane.router._what_if import Form, PastRequest, Speeds, _Fleet, goes_apart, replay
 from tests.effort import examples
 
 SPEEDS = Speeds(token_s=0.001, step_s=0.01, chunk=200)
@@ -20,7 +20,7 @@ def past(arrival_s: float, num_tokens: int = 100, num_output: int = 11, **goals:
 
 
 def share(made: list[PastRequest], num_instances: int, num_prefill: int, speeds: Speeds = SPEEDS) -> float:
-    work = replay(made, speeds, num_instances, num_prefill, warm_up=0.0)
+    work = replay(made, speeds, num_instances, Form(num_prefill, rescues=True))
     while True:
         try:
             next(work)
@@ -32,7 +32,7 @@ def times(
     requests: list[PastRequest], num_instances: int, num_prefill: int, chunk: int = 200
 ) -> list[tuple[float, float]]:
     """When each request has its first and its last token."""
-    fleet = _Fleet(requests, SPEEDS._replace(chunk=chunk), num_instances, num_prefill, 0, 1.0)
+    fleet = _Fleet(requests, SPEEDS._replace(chunk=chunk), num_instances, Form(num_prefill, True), 0, 1.0)
     for number, request in enumerate(requests):
         fleet.advance(request.arrival_s)
         fleet.place(number)
@@ -57,7 +57,7 @@ def test_a_long_prompt_takes_several_steps() -> None:
 
 
 def test_prompts_of_a_prefill_instance_delay_no_answer() -> None:
-    assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.2), (0.2, 0.3)]
+    assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.205), (0.2, 0.305)], "half a step to join"
 
 
 def test_which_form_meets_the_goals_depends_on_the_goals() -> None:
@@ -82,18 +82,24 @@ def test_later_tokens_of_a_prompt_take_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_uncached", "apart_s", "whole_s", "expected"),
+    ("num_uncached", "apart_s", "whole_s", "rescues", "expected"),
     [
-        (127, 0.1, 0.1, False),  # too short
-        (128, 0.9, 0.1, True),  # in time
-        (128, 1.1, 0.9, False),  # late there alone
-        (128, 1.1, 1.2, True),  # late in both places
+        (127, 0.1, 0.1, True, False),  # too short
+        (128, 0.9, 0.1, True, True),  # in time
+        (128, 1.1, 0.9, True, False),  # late there alone
+        (128, 1.1, 0.9, False, True),  # and yet it would delay others elsewhere
+        (128, 1.1, 1.2, True, True),  # late in both places
     ],
 )
 def test_the_rule_for_one_request(
-    num_uncached: int, apart_s: float, whole_s: float, *, expected: bool
+    num_uncached: int, apart_s: float, whole_s: float, *, rescues: bool, expected: bool
 ) -> None:
-    assert goes_apart(num_uncached, apart_s, whole_s, 1.0, 128) is expected
+    assert goes_apart(num_uncached, apart_s, whole_s, 1.0, 128, rescues=rescues) is expected
+
+
+def test_goals_that_are_met_by_a_hair_count_in_part() -> None:
+    hair = [past(0.0, ttft_s=0.0999), past(10.0, ttft_s=0.104), past(20.0, ttft_s=0.12)]
+    assert share(hair, 1, 0) == pytest.approx((1 / 3 + 2 / 3 + 1) / 3)
 
 
 def step_by_step(requests: list[PastRequest]) -> list[tuple[float, float]]:

@@ -8,11 +8,13 @@ wins for all goals: here each possible number of prefill instances is tried on t
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from sagellm.control_plane.router._what_if import PastRequest, Speeds, replay
+from sagellm.control_plane.router._what_if import Form, PastRequest, Speeds, replay
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 
@@ -25,6 +27,18 @@ WORK_PER_S = 250.0
 """Pieces of a replay for each second that passes, of about 0.15 ms: a small share of one core."""
 MOST_WORK = 16
 """Pieces that one placement may do."""
+CHUNK_SHARE = 0.8
+"""Of a decode step without context, what a step with prompt tokens takes besides them."""
+LONG_PROMPT = 2048
+"""Tokens by which that was divided in `prefill_token_s`."""
+LIVES = 2.0
+"""Mean times of a request for which the modelled fleet fills, before goals are counted."""
+HOPELESS = 0.5
+"""More prefill instances are not tried, once a number meets less than this part of what the best meets."""
+SHORTEST_S = 1e-9
+"""Least goal, so that it can be a divisor."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, cover 0 to 1 evenly."""
 KEEP = 0.998
 """Weight of all earlier reports when one more is observed."""
 SPREAD = 0.05
@@ -78,27 +92,28 @@ class PartsOptions:
 class Parts:
     """The part of each hybrid instance. `kinds` is another object whenever one of them has changed.
 
-    It tries every number of prefill instances on a replay of the last requests, a little with each placement.
-    Another number is taken once it was the best `rounds` times in a row, by `gain` of the goals met or more.
-    Where no request has a goal, `kinds` is empty: every instance may do everything.
+    It tries every form, that is number of prefill instances, on a replay of the last requests, a little with
+    each placement. Another form is taken once it was the best `rounds` times in a row, by `gain` of the goals
+    met or more. Where no request has a goal, `kinds` is empty: every instance may do everything.
     """
 
     def __init__(self, options: PartsOptions) -> None:
         self.kinds: Mapping[str, InstanceType] = {}
-        self.num_prefill = 0
-        self.shares: Sequence[float] = ()
-        """The share of goals that each number of prefill instances would have met, by the last replay."""
+        self.form = Form(0, rescues=True)
+        self.shares: Mapping[Form, float] = {}
+        """The share of goals that each form would have met, by the last replay."""
         self._options = options
         self._requests: deque[tuple[RequestMetadata, float, int, bool]] = deque(maxlen=options.window)
         self._num_goals = 0
-        self._answers: deque[int] = deque(maxlen=options.window)
+        self._answers: deque[tuple[int, float]] = deque(maxlen=options.window)
+        self._began_s: float | None = None
         self._fit = StepFit()
         self._reported_s: dict[str, float] = {}
         self._hybrids: Sequence[ExecutionInstance] = ()
         self._num_instances = 0
         self._work = self._evaluations()
         self._credit, self._last_s = 0.0, -math.inf
-        self._best, self._num_best = 0, 0
+        self._best, self._num_best = self.form, 0
 
     # -- what is seen
 
@@ -115,21 +130,21 @@ class Parts:
         hybrids = [each for each in instances if each.kind is InstanceType.HYBRID]
         changed = [each.instance_id for each in hybrids] != [each.instance_id for each in self._hybrids]
         self._hybrids, self._num_instances = hybrids, len(instances)
-        before = self.num_prefill
-        self.num_prefill = max(0, min(self.num_prefill, len(hybrids) - 1))
+        before = self.form.num_prefill
+        self.form = self.form._replace(num_prefill=max(0, min(before, len(hybrids) - 1)))
         self._credit = min(MOST_WORK, self._credit + (now_s - self._last_s) * WORK_PER_S)
         self._last_s = now_s
         while self._credit >= 1:
             self._credit -= 1
             next(self._work)
         has_parts = len(hybrids) > 1 and self._num_goals > 0
-        if changed or self.num_prefill != before or has_parts != bool(self.kinds):
+        if changed or self.form.num_prefill != before or has_parts != bool(self.kinds):
             self.kinds = self._assigned() if has_parts else {}
         return self.kinds
 
-    def answered(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended."""
-        self._answers.append(num_tokens)
+    def answered(self, num_tokens: int, e2e_s: float) -> None:
+        """A request has ended, after `e2e_s`, with so many tokens."""
+        self._answers.append((num_tokens, e2e_s))
 
     def _learn(self, instances: Sequence[ExecutionInstance]) -> None:
         seen = self._reported_s
@@ -142,6 +157,8 @@ class Parts:
 
     def _remember(self, request: RequestMetadata, num_uncached: int, now_s: float) -> None:
         kept, slo = self._requests, request.slo
+        if self._began_s is None:
+            self._began_s = now_s
         while kept and (len(kept) == kept.maxlen or kept[0][1] < now_s - MAX_AGE_S):
             self._num_goals -= kept.popleft()[3]
         has_goal = slo.ttft_s is not None or slo.tpot_s is not None
@@ -155,14 +172,22 @@ class Parts:
         while True:
             requests, speeds, num_modelled = self._sample(), self._speeds(), self._num_modelled
             if requests and speeds is not None and num_modelled > 1:
-                shares = []
-                for num_prefill in range(num_modelled):
-                    share = yield from replay(
-                        requests, speeds, num_modelled, num_prefill, tokens=self._options.tokens,
-                        margin=self._options.margin,
-                    )  # fmt: skip
-                    shares.append(share)
-                self._decide(shares)
+                before, shares = self._before(requests), dict[Form, float]()
+                for number in range(num_modelled):
+                    for form in (Form(number, True), Form(number, False))[: 1 + (number > 0)]:
+                        shares[form] = yield from replay(
+                            [*before, *requests],
+                            speeds,
+                            num_modelled,
+                            form,
+                            tokens=self._options.tokens,
+                            margin=self._options.margin,
+                            warm_up=len(before),
+                        )
+                    tried = [share for form, share in shares.items() if form.num_prefill == number]
+                    if max(tried) < HOPELESS * max(shares.values()):
+                        break
+                self._decide(shares, num_modelled)
             yield
 
     @property
@@ -171,26 +196,48 @@ class Parts:
 
     def _sample(self) -> list[PastRequest]:
         """The requests that the modelled instances would have had. None while there are too few."""
-        kept, answers = self._requests, self._answers
-        if len(kept) < FEWEST or len(answers) < FEWEST or not self._num_goals or not self._num_instances:
+        kept = self._requests
+        if min(len(kept), len(self._answers)) < FEWEST or not self._num_goals or not self._num_instances:
             return []
-        share, due, made = self._num_modelled / self._num_instances, 0.0, []
+        share, due, made, weights = self._num_modelled / self._num_instances, 0.0, [], self._weights()
         for number, (request, placed_s, num_uncached, _) in enumerate(kept):
             due += share
             if due < 1:
                 continue
             due -= 1
             num_tokens, slo = len(request.tokens), request.slo
-            asked = request.kv_cache_size_tokens - num_tokens
-            num_output = asked if asked > 0 else answers[number % len(answers)]
-            ttft_s, tpot_s = slo.ttft_s, slo.tpot_s
-            made.append(
-                PastRequest(
-                    placed_s, num_tokens, num_uncached, num_output,
-                    math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s,
-                )
-            )  # fmt: skip
+            num_output = request.kv_cache_size_tokens - num_tokens
+            if num_output <= 0:
+                at = bisect_right(weights, weights[-1] * (number * GOLDEN % 1))
+                num_output = self._answers[min(at, len(weights) - 1)][0]
+            ttft_s = math.inf if slo.ttft_s is None else max(slo.ttft_s, SHORTEST_S)
+            tpot_s = math.inf if slo.tpot_s is None else max(slo.tpot_s, SHORTEST_S)
+            made.append(PastRequest(placed_s, num_tokens, num_uncached, num_output, ttft_s, tpot_s))
         return made
+
+    def _weights(self) -> list[float]:
+        """Sums of the weights of all answers up to each.
+
+        Long answers are missing at first, since they have not ended: one of `e2e_s` is seen if its request
+        came so long ago, so it weighs as many times as that is rare (Horvitz and Thompson, 1952)."""
+        seen_s = max(SHORTEST_S, self._last_s - (self._began_s or 0.0))
+        return list(accumulate(1 / max(0.1, 1 - e2e_s / seen_s) for _, e2e_s in self._answers))
+
+    def _before(self, requests: Sequence[PastRequest]) -> list[PastRequest]:
+        """What came before them, to fill the fleet: the last of them again, for some lives of a request."""
+        span_s = requests[-1].arrival_s - requests[0].arrival_s
+        if span_s <= 0:
+            return []
+        mean_s = sum(e2e_s for _, e2e_s in self._answers) / len(self._answers)
+        made: list[PastRequest] = []
+        shift_s, first_s = span_s * (1 + 1 / len(requests)), requests[0].arrival_s - LIVES * mean_s
+        while len(made) < self._options.window:
+            for request in reversed(requests):
+                if request.arrival_s - shift_s < first_s:
+                    return made[::-1]
+                made.append(request._replace(arrival_s=request.arrival_s - shift_s))
+            shift_s += span_s * (1 + 1 / len(requests))
+        return made[::-1]
 
     def _speeds(self) -> Speeds | None:
         """Those of the mean hybrid instance; None while no instance has measured any."""
@@ -199,33 +246,36 @@ class Parts:
         if not known or not step_s + context_token_s:
             return None
         room = [each.num_blocks * each.block_size for each in known]
+        token_s, chunk_s = sum(each.prefill_token_s for each in known) / len(known), CHUNK_SHARE * step_s
         return Speeds(
-            sum(each.prefill_token_s for each in known) / len(known),
+            max(token_s / 2, token_s - chunk_s / LONG_PROMPT),
             sum(each.prefill_token_squared_s for each in known) / len(known),
             step_s,
             context_token_s,
             sum(room) / len(room) if all(room) else math.inf,
             self._options.chunk,
+            chunk_s,
             self._options.transfer_s,
             self._options.transfer_token_s,
         )
 
-    def _decide(self, shares: Sequence[float]) -> None:
-        """Take another number of prefill instances, if it was better for long enough."""
-        scale = len(self._hybrids) / len(shares)
-        current = min(len(shares) - 1, round(self.num_prefill / scale))
-        best = max(range(len(shares)), key=lambda number: (shares[number], -abs(number - current)))
-        is_better = shares[best] > shares[current] * (1 + self._options.gain)
+    def _decide(self, shares: Mapping[Form, float], num_modelled: int) -> None:
+        """Take another form, if it was better for long enough."""
+        scale = len(self._hybrids) / num_modelled
+        current = self.form._replace(num_prefill=min(num_modelled - 1, round(self.form.num_prefill / scale)))
+        best = max(shares, key=lambda form: (shares[form], form == current, -form.num_prefill))
+        is_better = shares[best] > shares.get(current, 0.0) * (1 + self._options.gain)
         self._num_best = (self._num_best + 1 if best == self._best else 1) if is_better else 0
         self.shares, self._best = shares, best
         if self._num_best >= self._options.rounds:
-            self.num_prefill, self._num_best = min(round(best * scale), len(self._hybrids) - 1), 0
+            num_prefill = min(round(best.num_prefill * scale), len(self._hybrids) - 1)
+            self.form, self._num_best = best._replace(num_prefill=num_prefill), 0
 
     # -- who does it
 
     def _assigned(self) -> Mapping[str, InstanceType]:
         """Prefill instances stay what they are, those with most prompts first; new ones have least to do."""
-        if not self.num_prefill:
+        if not self.form.num_prefill:
             return {each.instance_id: InstanceType.GENERAL for each in self._hybrids}
 
         def rank(each: ExecutionInstance) -> tuple[bool, int, int]:
@@ -233,14 +283,14 @@ class Parts:
             return not is_prefill, -each.num_queued_tokens if is_prefill else 0, each.num_requests
 
         made = {each.instance_id: InstanceType.DECODING for each in self._hybrids}
-        for each in sorted(self._hybrids, key=rank)[: self.num_prefill]:
+        for each in sorted(self._hybrids, key=rank)[: self.form.num_prefill]:
             made[each.instance_id] = InstanceType.PREFILLING
         return made
 
     def check(self) -> None:
         """Raise `BookkeepingError` where parts and numbers contradict each other."""
         num_prefill = sum(kind is InstanceType.PREFILLING for kind in self.kinds.values())
-        if self.kinds and num_prefill != self.num_prefill:
-            raise BookkeepingError(f"{num_prefill} instances compute prompts, not {self.num_prefill}")
+        if self.kinds and num_prefill != self.form.num_prefill:
+            raise BookkeepingError(f"{num_prefill} instances compute prompts, not {self.form.num_prefill}")
         if self._num_goals != sum(kept[3] for kept in self._requests):
             raise BookkeepingError("the requests with a goal are miscounted")

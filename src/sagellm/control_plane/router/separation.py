@@ -104,8 +104,9 @@ class SeparateAdaptively(NeverSeparate):
     None of them computes only prompts, or some do, and the others decode: whichever number a replay of the
     last `window` requests finds best, `rounds` times in a row, by `gain` of the goals that the present number
     meets (`_parts.py`). Where there are prefill instances, requests with fewer than `tokens` uncached tokens
-    are served whole, and so are those whose first token would be late at a prefill instance, after `margin`
-    of the time that is left, and earlier elsewhere. Without a goal, cost decides.
+    are served whole; so are, if the replay finds that better, those whose first token would be late at a
+    prefill instance, after `margin` of the time that is left, and earlier elsewhere. Without a goal, cost
+    decides.
 
     `chunk`: prompt tokens of a step, as instances are configured. `transfer_s`, `transfer_token_s`: of a
     hand-over.
@@ -146,14 +147,15 @@ class SeparateAdaptively(NeverSeparate):
             return SeparateByCost().separate(case)
         slack_s = math.inf if slack_s is None else self.margin * slack_s
         apart_s, whole_s = case.separated_ttft_s, case.whole_ttft_s
-        if not goes_apart(case.num_uncached, apart_s, whole_s, slack_s, self.tokens):
+        rescues = self._parts.form.rescues
+        if not goes_apart(case.num_uncached, apart_s, whole_s, slack_s, self.tokens, rescues=rescues):
             return ""
         return f"first token after {apart_s:.3g} s where prompts are computed"
 
     def observe(self, latencies_s: Mapping[str, float]) -> None:
         decode_s, tpot_s = latencies_s.get("decode"), latencies_s.get("tpot")
         if decode_s is not None and tpot_s:
-            self._parts.answered(1 + round(decode_s / tpot_s))
+            self._parts.answered(1 + round(decode_s / tpot_s), latencies_s.get("e2e", decode_s))
 
 
 POLICIES: Mapping[str, type[NeverSeparate]] = {
