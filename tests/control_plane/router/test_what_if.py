@@ -57,7 +57,9 @@ def test_a_long_prompt_takes_several_steps() -> None:
 
 
 def test_prompts_of_a_prefill_instance_delay_no_answer() -> None:
-    assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.205), (0.2, 0.305)], "half a step to join"
+    assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.21), (0.2, 0.305)], (
+        "half a step for each that joins"
+    )
 
 
 def test_which_form_meets_the_goals_depends_on_the_goals() -> None:
