@@ -85,7 +85,7 @@ MIXES: Mapping[str, Mix] = {
     "choose middle": Mix(_drawn(1, 1000, 1500, 500), 25.0, 10, "drawn; medians of 1500 and 500 tokens"),
     "long prompts": Mix(_part(CONVERSATION, 0, 400), 3.2, 30, "conversation; means of 13k and 350 tokens"),
     "short": Mix(_part(AZURE_CHAT, 0, 2000), 55.0, 10, "Azure chat; means of 1.2k and 220 tokens"),
-    "long answers": Mix(_drawn(2, 700, 800, 1000), 18.0, 10, "drawn; medians of 800 and 1000 tokens"),
+    "long answers": Mix(_drawn(2, 700, 800, 1000), 22.0, 10, "drawn; medians of 800 and 1000 tokens"),
 }
 
 
