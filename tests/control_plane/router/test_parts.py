@@ -97,6 +97,14 @@ def test_large_fleets_are_modelled_by_eight() -> None:
         assert parts.form == (5, True)
 
 
+def test_a_decision_for_a_fleet_that_is_gone_is_none() -> None:
+    parts = Parts(replace(OPTIONS, rounds=1))
+    for count in (0, 1):
+        parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(count), 0.0)
+        parts._decide({Form(0, True): 0.1, Form(1, True): 0.9}, 2)
+        assert parts.form.num_prefill == 0
+
+
 def test_parts_are_kept_and_lost_instances_replaced() -> None:
     parts = Parts(OPTIONS)
     fleet = [replace(each, num_running=10 - number) for number, each in enumerate(hybrids(4))]

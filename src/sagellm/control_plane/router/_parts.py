@@ -103,7 +103,7 @@ class Parts:
         self.shares: Mapping[Form, float] = {}
         """The share of goals that each form would have met, by the last replay."""
         self._options = options
-        self._requests: deque[tuple[RequestMetadata, float, int, bool]] = deque(maxlen=options.window)
+        self._requests: deque[PastRequest] = deque(maxlen=options.window)
         self._num_goals = 0
         self._answers: deque[tuple[int, float]] = deque(maxlen=options.window)
         self._began_s: float | None = None
@@ -156,14 +156,16 @@ class Parts:
             self._reported_s = {each.instance_id: each.reported_s for each in instances}
 
     def _remember(self, request: RequestMetadata, num_uncached: int, now_s: float) -> None:
-        kept, slo = self._requests, request.slo
+        kept, slo, num_tokens = self._requests, request.slo, len(request.tokens)
         if self._began_s is None:
             self._began_s = now_s
-        while kept and (len(kept) == kept.maxlen or kept[0][1] < now_s - MAX_AGE_S):
-            self._num_goals -= kept.popleft()[3]
-        has_goal = slo.ttft_s is not None or slo.tpot_s is not None
-        kept.append((request, now_s, num_uncached, has_goal))
-        self._num_goals += has_goal
+        while kept and (len(kept) == kept.maxlen or kept[0].arrival_s < now_s - MAX_AGE_S):
+            self._num_goals -= kept.popleft().has_goal
+        ttft_s = math.inf if slo.ttft_s is None else max(slo.ttft_s, SHORTEST_S)
+        tpot_s = math.inf if slo.tpot_s is None else max(slo.tpot_s, SHORTEST_S)
+        asked = max(0, request.kv_cache_size_tokens - num_tokens)
+        kept.append(PastRequest(now_s, num_tokens, num_uncached, asked, ttft_s, tpot_s))
+        self._num_goals += kept[-1].has_goal
 
     # -- what would be better
 
@@ -200,19 +202,16 @@ class Parts:
         if min(len(kept), len(self._answers)) < FEWEST or not self._num_goals or not self._num_instances:
             return []
         share, due, made, weights = self._num_modelled / self._num_instances, 0.0, [], self._weights()
-        for number, (request, placed_s, num_uncached, _) in enumerate(kept):
+        for number, request in enumerate(kept):
             due += share
             if due < 1:
                 continue
             due -= 1
-            num_tokens, slo = len(request.tokens), request.slo
-            num_output = request.kv_cache_size_tokens - num_tokens
-            if num_output <= 0:
+            num_output = request.num_output
+            if not num_output:  # the client does not say
                 at = bisect_right(weights, weights[-1] * (number * GOLDEN % 1))
                 num_output = self._answers[min(at, len(weights) - 1)][0]
-            ttft_s = math.inf if slo.ttft_s is None else max(slo.ttft_s, SHORTEST_S)
-            tpot_s = math.inf if slo.tpot_s is None else max(slo.tpot_s, SHORTEST_S)
-            made.append(PastRequest(placed_s, num_tokens, num_uncached, num_output, ttft_s, tpot_s))
+            made.append(request._replace(num_output=num_output))
         return made
 
     def _weights(self) -> list[float]:
@@ -261,6 +260,8 @@ class Parts:
 
     def _decide(self, shares: Mapping[Form, float], num_modelled: int) -> None:
         """Take another form, if it was better for long enough."""
+        if len(self._hybrids) < 2:
+            return
         scale = len(self._hybrids) / num_modelled
         current = self.form._replace(num_prefill=min(num_modelled - 1, round(self.form.num_prefill / scale)))
         best = max(shares, key=lambda form: (shares[form], form == current, -form.num_prefill))
@@ -292,5 +293,5 @@ class Parts:
         num_prefill = sum(kind is InstanceType.PREFILLING for kind in self.kinds.values())
         if self.kinds and num_prefill != self.form.num_prefill:
             raise BookkeepingError(f"{num_prefill} instances compute prompts, not {self.form.num_prefill}")
-        if self._num_goals != sum(kept[3] for kept in self._requests):
+        if self._num_goals != sum(request.has_goal for request in self._requests):
             raise BookkeepingError("the requests with a goal are miscounted")

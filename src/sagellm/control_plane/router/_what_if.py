@@ -59,6 +59,10 @@ class PastRequest(NamedTuple):
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
+    @property
+    def has_goal(self) -> bool:
+        return min(self.ttft_s, self.tpot_s) < math.inf
+
 
 class Form(NamedTuple):
     """How instances are used: so many compute only prompts. `rescues`: a request whose first token would be
