@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ def serve(
     for number in range(first, first + count):
         request = RequestMetadata(str(number), Tokens(range(100)), slo=slo)
         parts.place(request, 100, fleet, 0.5 * (number // 3))
-        parts.answered(11, 0.2)
+        parts.answered(11, 0.2, 0.1, 0.01)
         parts.check()
         found.append(parts.form.num_prefill)
     return found
@@ -95,6 +96,25 @@ def test_large_fleets_are_modelled_by_eight() -> None:
     for _ in range(2):
         parts._decide({Form(number, True): share for number, share in enumerate((0.1, 0.2, 0.9, 0.2))}, 8)
         assert parts.form == (5, True)
+
+
+def test_a_form_that_disappoints_is_left_and_tried_much_later() -> None:
+    parts, fleet, now_s = Parts(replace(OPTIONS, rounds=1)), hybrids(2), 0.0
+    parts._work = itertools.repeat(None)  # shares are given here
+    shares, found = {Form(0, True): 0.5, Form(1, True): 0.9}, []
+    for _ in range(120):
+        met = 0.5 if parts.form.num_prefill == 0 else 0.3
+        for number in range(20):
+            now_s += 0.5
+            request = RequestMetadata(str(number), Tokens([1]), slo=TIGHT)
+            parts.place(request, 1, fleet, now_s)
+            parts.answered(11, 0.2, 0.1, 0.01 if number < 20 * met else 0.03)
+        parts._decide(shares, 2)
+        found.append(parts.form.num_prefill)
+    assert found[0] == 1, "as the model says"
+    assert found[12] == 0, "as is seen"
+    assert 0.6 < sum(number == 0 for number in found) / len(found) < 1.0
+    assert 1 in found[20:]
 
 
 def test_a_decision_for_a_fleet_that_is_gone_is_none() -> None:
@@ -151,7 +171,7 @@ class PartsMachine(RuleBasedStateMachine):
             assert not kinds or set(kinds) == {
                 each.instance_id for each in self.fleet if each.kind is InstanceType.HYBRID
             }
-            self.parts.answered(1 + number, 0.1 * number)
+            self.parts.answered(1 + number, 0.1 * number, 0.1, 0.01)
 
     @rule(count=st.integers(0, 12), whole=st.integers(0, 2))
     def change(self, count: int, whole: int) -> None:

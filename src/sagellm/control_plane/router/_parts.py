@@ -39,6 +39,12 @@ SHORTEST_S = 1e-9
 """Least goal, so that it can be a divisor."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, cover 0 to 1 evenly."""
+MANY = 40
+"""Requests of the present form that must have ended, before the model is corrected by them."""
+CORRECTION, MOST_CORRECTED = 0.3, 4.0
+"""Part of the way that one correction goes, and how far in all."""
+HALF_LIFE_S = 1800.0
+"""Of the correction for the form that is not used."""
 KEEP = 0.998
 """Weight of all earlier reports when one more is observed."""
 SPREAD = 0.05
@@ -95,6 +101,9 @@ class Parts:
     It tries every form, that is number of prefill instances, on a replay of the last requests, a little with
     each placement. Another form is taken once it was the best `rounds` times in a row, by `gain` of the goals
     met or more. Where no request has a goal, `kinds` is empty: every instance may do everything.
+
+    The model is corrected by what is seen: `trust` has the goals that were met over those that were foretold,
+    without prefill instances and with some. So a form that disappoints is left, and tried again much later.
     """
 
     def __init__(self, options: PartsOptions) -> None:
@@ -114,6 +123,10 @@ class Parts:
         self._work = self._evaluations()
         self._credit, self._last_s = 0.0, -math.inf
         self._best, self._num_best = self.form, 0
+        self.trust = [1.0, 1.0]
+        self._is_tried = False
+        self._since_s = self._decided_s = -math.inf
+        self._met: deque[float] = deque(maxlen=options.window)
 
     # -- what is seen
 
@@ -142,9 +155,13 @@ class Parts:
             self.kinds = self._assigned() if has_parts else {}
         return self.kinds
 
-    def answered(self, num_tokens: int, e2e_s: float) -> None:
-        """A request has ended, after `e2e_s`, with so many tokens."""
+    def answered(self, num_tokens: int, e2e_s: float, ttft_s: float, tpot_s: float) -> None:
+        """A request has ended, after `e2e_s`, with so many tokens. Its goals are taken to be those of one of
+        the last requests."""
         self._answers.append((num_tokens, e2e_s))
+        if self._requests and self._last_s - e2e_s >= self._since_s:
+            at = int(len(self._met) * GOLDEN % 1 * len(self._requests))
+            self._met.append(self._requests[at].goals_met(ttft_s, tpot_s))
 
     def _learn(self, instances: Sequence[ExecutionInstance]) -> None:
         seen = self._reported_s
@@ -264,6 +281,8 @@ class Parts:
             return
         scale = len(self._hybrids) / num_modelled
         current = self.form._replace(num_prefill=min(num_modelled - 1, round(self.form.num_prefill / scale)))
+        self._correct(shares.get(current, 0.0))
+        shares = {form: share * self.trust[form.num_prefill > 0] for form, share in shares.items()}
         best = max(shares, key=lambda form: (shares[form], form == current, -form.num_prefill))
         is_better = shares[best] > shares.get(current, 0.0) * (1 + self._options.gain)
         self._num_best = (self._num_best + 1 if best == self._best else 1) if is_better else 0
@@ -271,6 +290,22 @@ class Parts:
         if self._num_best >= self._options.rounds:
             num_prefill = min(round(best.num_prefill * scale), len(self._hybrids) - 1)
             self.form, self._num_best = best._replace(num_prefill=num_prefill), 0
+            self._since_s = self._last_s
+            self._met.clear()
+
+    def _correct(self, foretold: float) -> None:
+        """Compare what the present form was to meet with what it has met."""
+        used = self.form.num_prefill > 0
+        self._is_tried |= used
+        passed_s = self._last_s - max(self._decided_s, self._began_s or 0.0)
+        self._decided_s = self._last_s
+        self.trust[not used] = 1 + (self.trust[not used] - 1) * 0.5 ** (passed_s / HALF_LIFE_S)
+        if len(self._met) >= MANY and foretold > 0:
+            seen = sum(self._met) / len(self._met) / foretold
+            seen = min(MOST_CORRECTED, max(1 / MOST_CORRECTED, seen))
+            self.trust[used] += CORRECTION * (seen - self.trust[used])
+        if not self._is_tried:  # what is wrong without prefill instances is as wrong with them
+            self.trust[True] = min(1.0, self.trust[False])
 
     # -- who does it
 

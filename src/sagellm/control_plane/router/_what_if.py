@@ -63,6 +63,11 @@ class PastRequest(NamedTuple):
     def has_goal(self) -> bool:
         return min(self.ttft_s, self.tpot_s) < math.inf
 
+    def goals_met(self, ttft_s: float, tpot_s: float) -> float:
+        """1.0 if these times meet its goals, 0.0 if not; between them if that is in doubt."""
+        worst = max(ttft_s / self.ttft_s, tpot_s / self.tpot_s)
+        return sum(worst <= scale for scale in DOUBTS) / len(DOUBTS)
+
 
 class Form(NamedTuple):
     """How instances are used: so many compute only prompts. `rescues`: a request whose first token would be
@@ -258,13 +263,9 @@ class _Fleet:
         whole.add_prompt(number, seconds)
 
     def goals_met(self, number: int) -> float:
-        """1.0 if a request meets its goals, 0.0 if not; between them if it is in doubt."""
-        request = self.requests[number]
-        first_s = self.firsts_s[number]
-        ttft_s = first_s - request.arrival_s
+        request, first_s = self.requests[number], self.firsts_s[number]
         tpot_s = (self.ends_s[number] - first_s) / max(1, request.num_output - 1)
-        worst = max(ttft_s / request.ttft_s, tpot_s / request.tpot_s)
-        return sum(worst <= scale for scale in DOUBTS) / len(DOUBTS)
+        return request.goals_met(first_s - request.arrival_s, tpot_s)
 
 
 def replay(

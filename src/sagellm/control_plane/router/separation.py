@@ -121,6 +121,7 @@ class SeparateAdaptively(NeverSeparate):
     transfer_s: float = 2e-3
     transfer_token_s: float = 5e-6
     _parts: Parts = field(init=False)
+    _ttft_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         if self.chunk < 1 or self.window < FEWEST or self.rounds < 1:
@@ -154,8 +155,10 @@ class SeparateAdaptively(NeverSeparate):
 
     def observe(self, latencies_s: Mapping[str, float]) -> None:
         decode_s, tpot_s = latencies_s.get("decode"), latencies_s.get("tpot")
+        self._ttft_s = latencies_s.get("ttft", self._ttft_s)
         if decode_s is not None and tpot_s:
-            self._parts.answered(1 + round(decode_s / tpot_s), latencies_s.get("e2e", decode_s))
+            num_tokens, e2e_s = 1 + round(decode_s / tpot_s), latencies_s.get("e2e", decode_s)
+            self._parts.answered(num_tokens, e2e_s, self._ttft_s, tpot_s)
 
 
 POLICIES: Mapping[str, type[NeverSeparate]] = {

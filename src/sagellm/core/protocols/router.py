@@ -131,4 +131,5 @@ class Router(Protocol):
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
         """Learn from a finished request. Seconds by name, where known: ttft, tpot, decode (first token
-        to last), e2e."""
+        to last), e2e. Of a separated request, ttft for its prefill instance, and at once the others for the
+        decode instance."""
