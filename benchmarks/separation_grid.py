@@ -1,12 +1,13 @@
-"""Goodput of whole, separated and adaptive instances over a grid of goals, in the simulator.
+"""Goodput of whole, separated and adaptive instances over a grid of goals.
 
     python benchmarks/separation_grid.py run --traces FOLDER --out FILE [--mixes NAME ...]
     python benchmarks/separation_grid.py table --out FILE
     python benchmarks/separation_grid.py draw --out FILE --images FOLDER
 
-Four simulated H100s with Llama 3.1 8B; reports every 0.2 s, events after 50 ms. `run` adds a line to FILE for
-each simulation, and leaves out those that are in it. The mixes whose names begin with `choose` are those by
-which constants were chosen; the others judge. Goodput counts the requests that arrive after the warm-up.
+In the simulator: four H100s with Llama 3.1 8B; reports every 0.2 s, events after 50 ms. `run` adds a line to
+FILE for each simulation, and leaves out those that are in it. The mixes whose names begin with `choose` are
+those by which constants were chosen; the others judge. Goodput counts the requests that arrive after the
+warm-up.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def run(given: argparse.Namespace) -> None:
 
 def met_per_s(served: Sequence[ServedRequest], slo: SLOPair, since_s: float) -> float:
     """Requests that arrive per second from then on, and meet the goals."""
-    late = [one for one in served if one.arrival_s is not None and one.arrival_s >= since_s]
-    span_s = max(one.arrival_s or 0.0 for one in late) - since_s
+    late = [each for each in served if each.arrival_s is not None and each.arrival_s >= since_s]
+    span_s = max(each.arrival_s or 0.0 for each in late) - since_s
     return sum(map(slo.is_met_by, finished(late))) / span_s
 
 
@@ -152,7 +153,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def goodput(rows: Sequence[Row], mix: str, layout: str, pair: SLOPair) -> float:
-    """The best of all chunks, so that whole instances have the one that suits the goals."""
+    """The best of all chunks. So whole instances have the one that suits the goals."""
     own = [row["goodput"].get(pair.name) for row in rows if (row["mix"], row["layout"]) == (mix, layout)]
     return max((value for value in own if value is not None), default=math.nan)
 
@@ -177,7 +178,7 @@ def table(given: argparse.Namespace) -> None:
 
 
 def draw(given: argparse.Namespace) -> None:
-    """A panel for each mix and goal of the first token: goodput by goal of the time per token."""
+    """Draws goodput by TPOT goal, with a panel for each mix and TTFT goal."""
     rows = read_rows(given.out)
     mixes = [mix for mix in MIXES if any(row["mix"] == mix for row in rows) and "choose" not in mix]
     figure = new_figure(3.6 * len(mixes), 2.5 * len(TTFTS_S))

@@ -18,7 +18,7 @@ from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
-from sagellm.control_plane.router import _parts, make_router
+from sagellm.control_plane.router import instance_parts, make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
@@ -185,7 +185,7 @@ def test_decisions_are_the_same(
 def test_parts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`adaptive` decides the same until it separates. Then the caches of this fleet differ from the
     simulated ones, since its instances exchange nothing."""
-    monkeypatch.setattr(_parts, "MAX_AGE_S", 1e6)
+    monkeypatch.setattr(instance_parts, "MAX_AGE_S", 1e6)
     made, chosen = bursts(0, 60), AdaptiveOfEqualSpeeds.chosen
     fleet = RealFleet(tmp_path, ADAPTIVE)
     chosen.clear()

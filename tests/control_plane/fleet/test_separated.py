@@ -12,7 +12,7 @@ import pytest
 from sagellm.control_plane.fleet import instance_server
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.served import FleetPolicy
-from sagellm.control_plane.router._what_if import Form
+from sagellm.control_plane.router._what_if import FleetForm
 from sagellm.control_plane.router.cost import CostRouter
 from sagellm.control_plane.router.separation import SeparateAdaptively
 from sagellm.core.protocols.fleet import HandOverState
@@ -68,7 +68,7 @@ class Adapting(InTurn):
         self.cost = CostRouter(separation=policy, prefill_token_s=1e-6, step_s=1e-6)
         assert isinstance(self.cost._policy, SeparateAdaptively)
         self.parts = self.cost._policy._parts
-        self.parts.form = Form(1, True)
+        self.parts.form = FleetForm(1, True)
 
     def place(
         self,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.control_plane.router._what_if import Form, PastRequest, Speeds, _Fleet, goes_apart, replay
+from sagellm.control_plane.router._what_if import FleetForm, PastRequest, Speeds, _Fleet, goes_apart, replay
 from tests.effort import examples
 
 SPEEDS = Speeds(token_s=0.001, step_s=0.01, chunk=200)
@@ -20,7 +20,7 @@ def past(arrival_s: float, num_tokens: int = 100, num_output: int = 11, **goals:
 
 
 def share(made: list[PastRequest], num_instances: int, num_prefill: int, speeds: Speeds = SPEEDS) -> float:
-    work = replay(made, speeds, num_instances, Form(num_prefill, rescues=True))
+    work = replay(made, speeds, num_instances, FleetForm(num_prefill, rescues=True))
     while True:
         try:
             next(work)
@@ -32,7 +32,9 @@ def times(
     requests: list[PastRequest], num_instances: int, num_prefill: int, chunk: int = 200
 ) -> list[tuple[float, float]]:
     """When each request has its first and its last token."""
-    fleet = _Fleet(requests, SPEEDS._replace(chunk=chunk), num_instances, Form(num_prefill, True), 0, 1.0)
+    fleet = _Fleet(
+        requests, SPEEDS._replace(chunk=chunk), num_instances, FleetForm(num_prefill, True), 0, 1.0
+    )
     for number, request in enumerate(requests):
         fleet.advance(request.arrival_s)
         fleet.place(number)

@@ -1,4 +1,4 @@
-"""What if so many instances computed only prompts? Replays past requests on a model of the fleet.
+"""What if so many instances computed only prompts? Replays requests on a fleet model.
 
 The model is fluid: between two events an instance computes a prompt, or decodes all its rows at one speed. It
 knows queues, KV memory, hand-overs and the goals of each request, and so it tells how many requests would
@@ -64,14 +64,17 @@ class PastRequest(NamedTuple):
         return min(self.ttft_s, self.tpot_s) < math.inf
 
     def goals_met(self, ttft_s: float, tpot_s: float) -> float:
-        """1.0 if these times meet its goals, 0.0 if not; between them if that is in doubt."""
+        """1.0 if these times meet its goals, 0.0 if not. Between them if in doubt."""
         worst = max(ttft_s / self.ttft_s, tpot_s / self.tpot_s)
         return sum(worst <= scale for scale in DOUBTS) / len(DOUBTS)
 
 
-class Form(NamedTuple):
-    """How instances are used: so many compute only prompts. `rescues`: a request whose first token would be
-    late there is served whole by another instance, where its prompt delays answers."""
+class FleetForm(NamedTuple):
+    """How instances are used.
+
+    `num_prefill` of them compute only prompts. `rescues`: a request whose first token would be late there is
+    served whole by another instance, where its prompt delays answers.
+    """
 
     num_prefill: int
     rescues: bool
@@ -90,7 +93,9 @@ def goes_apart(
 
 
 class _Modelled:
-    """One instance. `drawn`: tokens that each row has drawn since the beginning. `rows`: a heap of (`drawn`
+    """One instance.
+
+    `drawn`: tokens that each row has drawn since the beginning. `rows`: a heap of (`drawn`
     at the end, request). `prompts`: those that wait. `heads`: those that are computed, in steps of a chunk.
     `context`: tokens of KV in use."""
 
@@ -149,7 +154,7 @@ class _Modelled:
                 self._end_prompts()
 
     def _begin_prompts(self) -> None:
-        """As many as fit into one step, or the steps of a long one, as far as memory lasts."""
+        """As many as fit into one step, or a long one, as far as memory lasts."""
         speeds, context, room = self.speeds, self.context, self.speeds.chunk
         num_uncached, seconds, held = 0, 0.0, context
         while self.prompts:
@@ -217,7 +222,7 @@ class _Fleet:
         requests: Sequence[PastRequest],
         speeds: Speeds,
         num_instances: int,
-        form: Form,
+        form: FleetForm,
         tokens: int,
         margin: float,
     ) -> None:
@@ -272,7 +277,7 @@ def replay(
     requests: Sequence[PastRequest],
     speeds: Speeds,
     num_instances: int,
-    form: Form,
+    form: FleetForm,
     *,
     tokens: int = 0,
     margin: float = 1.0,

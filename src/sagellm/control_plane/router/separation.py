@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from sagellm.control_plane.router._parts import FEWEST, Parts, PartsOptions
 from sagellm.control_plane.router._what_if import goes_apart
+from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class SeparationCase:
-    """The two choices for one request. `num_uncached`: prompt tokens to compute in the best place for the
-    whole. `whole_s`, `separated_s`: what each costs. `whole_ttft_s`, `separated_ttft_s`: until its first
-    token."""
+    """The two choices for one request.
+
+    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what each costs. `whole_ttft_s`, `separated_ttft_s`: until its first
+    token.
+    """
 
     request: RequestMetadata
     num_uncached: int
@@ -99,14 +101,14 @@ class SeparateByCost(NeverSeparate):
 
 @dataclass(slots=True)
 class SeparateAdaptively(NeverSeparate):
-    """Fixes parts of hybrid instances for a while, by the goals that requests of late would have met.
+    """Fixes parts of hybrid instances for a while, by the goals that are met.
 
-    None of them computes only prompts, or some do, and the others decode: whichever number a replay of the
-    last `window` requests finds best, `rounds` times in a row, by `gain` of the goals that the present number
-    meets (`_parts.py`). Where there are prefill instances, requests with fewer than `tokens` uncached tokens
-    are served whole; so are, if the replay finds that better, those whose first token would be late at a
-    prefill instance, after `margin` of the time that is left, and earlier elsewhere. Without a goal, cost
-    decides.
+    None of them computes only prompts, or some do, and the others decode. It takes the number that a replay
+    of the last `window` requests finds best, `rounds` times in a row, by `gain` of the goals that the present
+    one meets (`instance_parts.py`). Where there are prefill instances, requests with fewer than `tokens`
+    uncached tokens are served whole; so are, if the replay finds that better, those whose first token would
+    be late at a prefill instance, after `margin` of the time that is left, and earlier elsewhere. Without a
+    goal, cost decides.
 
     `chunk`: prompt tokens of a step, as instances are configured. `transfer_s`, `transfer_token_s`: of a
     hand-over.

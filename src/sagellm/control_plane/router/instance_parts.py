@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sagellm.control_plane.router._what_if import Form, PastRequest, Speeds, replay
+from sagellm.control_plane.router._what_if import FleetForm, PastRequest, Speeds, replay
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 
@@ -52,9 +52,10 @@ SPREAD = 0.05
 
 
 class StepFit:
-    """Seconds of a decode step by the tokens of KV that its rows read: a line, by least squares.
+    """Seconds of a decode step, as a line of its context.
 
-    Fitted to what instances report, as they fill and empty; earlier reports count less and less.
+    The context is the tokens of KV that its rows read. Fitted by least squares to what instances report as
+    they fill and empty; earlier reports count less and less.
     """
 
     def __init__(self) -> None:
@@ -108,8 +109,8 @@ class Parts:
 
     def __init__(self, options: PartsOptions) -> None:
         self.kinds: Mapping[str, InstanceType] = {}
-        self.form = Form(0, rescues=True)
-        self.shares: Mapping[Form, float] = {}
+        self.form = FleetForm(0, rescues=True)
+        self.shares: Mapping[FleetForm, float] = {}
         """The share of goals that each form would have met, by the last replay."""
         self._options = options
         self._requests: deque[PastRequest] = deque(maxlen=options.window)
@@ -191,9 +192,9 @@ class Parts:
         while True:
             requests, speeds, num_modelled = self._sample(), self._speeds(), self._num_modelled
             if requests and speeds is not None and num_modelled > 1:
-                before, shares = self._before(requests), dict[Form, float]()
+                before, shares = self._before(requests), dict[FleetForm, float]()
                 for number in range(num_modelled):
-                    for form in (Form(number, True), Form(number, False))[: 1 + (number > 0)]:
+                    for form in (FleetForm(number, True), FleetForm(number, False))[: 1 + (number > 0)]:
                         shares[form] = yield from replay(
                             [*before, *requests],
                             speeds,
@@ -240,7 +241,7 @@ class Parts:
         return list(accumulate(1 / max(0.1, 1 - e2e_s / seen_s) for _, e2e_s in self._answers))
 
     def _before(self, requests: Sequence[PastRequest]) -> list[PastRequest]:
-        """What came before them, to fill the fleet: the last of them again, for some lives of a request."""
+        """What came before them, to fill the fleet. It is the last of them, for some lives of a request."""
         span_s = requests[-1].arrival_s - requests[0].arrival_s
         if span_s <= 0:
             return []
@@ -275,7 +276,7 @@ class Parts:
             self._options.transfer_token_s,
         )
 
-    def _decide(self, shares: Mapping[Form, float], num_modelled: int) -> None:
+    def _decide(self, shares: Mapping[FleetForm, float], num_modelled: int) -> None:
         """Take another form, if it was better for long enough."""
         if len(self._hybrids) < 2:
             return
@@ -307,10 +308,10 @@ class Parts:
         if not self._is_tried:  # what is wrong without prefill instances is as wrong with them
             self.trust[True] = min(1.0, self.trust[False])
 
-    # -- who does it
+    # -- the part of each
 
     def _assigned(self) -> Mapping[str, InstanceType]:
-        """Prefill instances stay what they are, those with most prompts first; new ones have least to do."""
+        """Prefill instances stay, those with most prompts first. New ones have least to do."""
         if not self.form.num_prefill:
             return {each.instance_id: InstanceType.GENERAL for each in self._hybrids}
 

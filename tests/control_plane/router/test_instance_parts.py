@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sagellm.control_plane.router._parts import FEWEST, Parts, PartsOptions, StepFit
-from sagellm.control_plane.router._what_if import Form
+from sagellm.control_plane.router._what_if import FleetForm
+from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions, StepFit
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 from sagellm.core.types import SLO, Tokens
 from tests.effort import examples
@@ -55,8 +55,8 @@ def test_prompts_are_separated_where_answers_would_be_late() -> None:
     placed = serve(parts, TIGHT, 40) + serve(parts, TIGHT, 160, first=40)
     assert placed[: FEWEST - 1] == [0] * (FEWEST - 1), "nothing is known yet"
     assert placed[-1] == 1
-    assert parts.shares[Form(0, True)] == pytest.approx(2 / 3, abs=0.03)
-    assert parts.shares[Form(1, True)] == 1.0
+    assert parts.shares[FleetForm(0, True)] == pytest.approx(2 / 3, abs=0.03)
+    assert parts.shares[FleetForm(1, True)] == 1.0
     assert sorted(kind.value for kind in parts.kinds.values()) == ["decoding", "prefilling"]
 
 
@@ -75,7 +75,7 @@ def test_without_goals_instances_may_do_everything() -> None:
 def test_a_change_takes_rounds_in_a_row_and_a_gain() -> None:
     parts = Parts(replace(OPTIONS, rounds=3))
     parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(4), 0.0)
-    whole, one, other = Form(0, True), Form(1, True), Form(2, False)
+    whole, one, other = FleetForm(0, True), FleetForm(1, True), FleetForm(2, False)
     for shares, expected in [
         ((0.50, 0.60, 0.10), whole),
         ((0.50, 0.60, 0.10), whole),
@@ -94,14 +94,16 @@ def test_large_fleets_are_modelled_by_eight() -> None:
     parts = Parts(replace(OPTIONS, rounds=1))
     parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(20), 0.0)
     for _ in range(2):
-        parts._decide({Form(number, True): share for number, share in enumerate((0.1, 0.2, 0.9, 0.2))}, 8)
+        parts._decide(
+            {FleetForm(number, True): share for number, share in enumerate((0.1, 0.2, 0.9, 0.2))}, 8
+        )
         assert parts.form == (5, True)
 
 
 def test_a_form_that_disappoints_is_left_and_tried_much_later() -> None:
     parts, fleet, now_s = Parts(replace(OPTIONS, rounds=1)), hybrids(2), 0.0
     parts._work = itertools.repeat(None)  # shares are given here
-    shares, found = {Form(0, True): 0.5, Form(1, True): 0.9}, []
+    shares, found = {FleetForm(0, True): 0.5, FleetForm(1, True): 0.9}, []
     for _ in range(120):
         met = 0.5 if parts.form.num_prefill == 0 else 0.3
         for number in range(20):
@@ -121,7 +123,7 @@ def test_a_decision_for_a_fleet_that_is_gone_is_none() -> None:
     parts = Parts(replace(OPTIONS, rounds=1))
     for count in (0, 1):
         parts.place(RequestMetadata("1", Tokens([1]), slo=TIGHT), 1, hybrids(count), 0.0)
-        parts._decide({Form(0, True): 0.1, Form(1, True): 0.9}, 2)
+        parts._decide({FleetForm(0, True): 0.1, FleetForm(1, True): 0.9}, 2)
         assert parts.form.num_prefill == 0
 
 
@@ -129,7 +131,7 @@ def test_parts_are_kept_and_lost_instances_replaced() -> None:
     parts = Parts(OPTIONS)
     fleet = [replace(each, num_running=10 - number) for number, each in enumerate(hybrids(4))]
     request = RequestMetadata("1", Tokens([1]), slo=TIGHT)
-    parts.form = Form(2, True)
+    parts.form = FleetForm(2, True)
     first = parts.place(request, 1, fleet, 0.0)
     assert [first[f"h{number}"] for number in range(4)] == [DECODING, DECODING, PREFILLING, PREFILLING]
     busier = [replace(each, num_running=each.num_running * (number > 1)) for number, each in enumerate(fleet)]
