@@ -186,6 +186,15 @@ def test_hybrid_instances_do_both(policy: str) -> None:
     assert {"never": separated == 0, "always": separated == 30}.get(policy, True)
 
 
+def test_adaptive_is_whole_where_separation_gains_nothing() -> None:
+    """Bit for bit: hybrid instances that all serve whole requests are as good as those that always do."""
+    made = trace(*(request(0.05 * at, 10 + 40 * (at % 3), 6) for at in range(80)))
+    adaptive = {"name": "cost", "separation": "adaptive"}
+    layouts = ClusterLayout(3, router="cost"), ClusterLayout(3, hybrid=True, router=adaptive)
+    whole, found = (served(made, layout=each, goals=ServiceGoals((SLOPair(9, 900),))) for each in layouts)
+    assert found.served == whole.served
+
+
 def test_short_prompts_bypass_the_prefill_instance() -> None:
     router = {"name": "cost", "separation": {"name": "threshold", "tokens": 40}}
     made = trace(request(0, 20, 3), request(1, 60, 3))

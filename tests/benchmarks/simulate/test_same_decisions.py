@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -17,18 +18,26 @@ from sagellm.control_plane.fleet.client import Instances
 from sagellm.control_plane.fleet.engine import FleetEngine
 from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.keys import FleetKey
-from sagellm.control_plane.router import make_router
+from sagellm.control_plane.router import instance_parts, make_router
 from sagellm.control_plane.router.prefix_index import PrefixIndex
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.events import EventBus
-from sagellm.core.protocols.router import CachedPrefix, ExecutionInstance, Placement, RequestMetadata
+from sagellm.core.protocols.router import (
+    CachedPrefix,
+    ExecutionInstance,
+    InstanceType,
+    Placement,
+    RequestMetadata,
+)
+from sagellm.core.types import SLO
 from sagellm.engines.build import build_engine
 from tests.benchmarks.simulate.stand_in import VOCAB, StandIn, config, request, trace
 
 APART_S = 100.0
 NAMES = ("instance-1", "instance-2", "instance-3")
 COST = f"{__name__}:CostOfEqualSpeeds"
+ADAPTIVE = f"{__name__}:AdaptiveOfEqualSpeeds"
 KEY = FleetKey("a key of sixteen or more")
 
 
@@ -54,10 +63,35 @@ class CostOfEqualSpeeds:
         self._router.observe(instance_id, {})
 
 
-def bursts(seed: int) -> Trace:
+class AdaptiveOfEqualSpeeds(CostOfEqualSpeeds):
+    """Hybrid instances, and a goal for each token. Answers count as tokens, not by how fast they were."""
+
+    chosen: ClassVar[list[Placement]] = []
+
+    def __init__(self, clock: Clock) -> None:
+        adaptive = {"name": "adaptive", "window": 64, "chunk": 100, "tokens": 8}
+        self._router = make_router({"name": "cost", "separation": adaptive}, clock)
+
+    def place(
+        self,
+        request: RequestMetadata,
+        instances: Sequence[ExecutionInstance],
+        cached: Sequence[CachedPrefix],
+    ) -> Placement:
+        hybrid = [replace(each, kind=InstanceType.HYBRID) for each in instances]
+        placement = super().place(replace(request, slo=SLO(tpot_s=0.015)), hybrid, cached)
+        self.chosen.append(placement)
+        return placement
+
+    def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
+        known = {"tpot": 0.01, "decode": 0.1} if "tpot" in latencies_s else {}
+        self._router.observe(instance_id, known)
+
+
+def bursts(seed: int, count: int = 8) -> Trace:
     """Bursts of requests, so far apart that each finds idle instances; many share prefixes."""
     draw, made = random.Random(seed), []
-    for burst in range(8):
+    for burst in range(count):
         for _ in range(draw.randint(1, 4)):
             length = draw.randint(8, 200)
             ids = [draw.randint(0, 2) * 1000 + place for place in range(cdiv(length, 8))]
@@ -146,3 +180,22 @@ def test_decisions_are_the_same(
     finally:
         fleet.close()
     assert found == simulated(router, made)
+
+
+def test_parts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`adaptive` decides the same until it separates. Then the caches of this fleet differ from the
+    simulated ones, since its instances exchange nothing."""
+    monkeypatch.setattr(instance_parts, "MAX_AGE_S", 1e6)
+    made, chosen = bursts(0, 60), AdaptiveOfEqualSpeeds.chosen
+    fleet = RealFleet(tmp_path, ADAPTIVE)
+    chosen.clear()
+    try:
+        fleet.place(made)
+    finally:
+        fleet.close()
+    real = [(each.prefill, each.decode) for each in chosen]
+    chosen.clear()
+    simulated(ADAPTIVE, made)
+    count = 1 + [prefill != decode for prefill, decode in real].index(True)
+    assert count > 32
+    assert real[:count] == [(each.prefill, each.decode) for each in chosen[:count]]

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sagellm.control_plane.fleet import instance_server
+from sagellm.control_plane.fleet.instance_server import InstanceServer
 from sagellm.control_plane.fleet.served import FleetPolicy
+from sagellm.control_plane.router._what_if import FleetForm
+from sagellm.control_plane.router.cost import CostRouter
+from sagellm.control_plane.router.separation import SeparateAdaptively
 from sagellm.core.protocols.fleet import HandOverState
-from sagellm.core.types import Namespace, Tokens
-from tests.builders import expected_tokens, request
-from tests.control_plane.fleet.scene import InTurn, Scene, Separating, is_done
+from sagellm.core.protocols.router import (
+    CachedPrefix,
+    ExecutionInstance,
+    InstanceType,
+    Placement,
+    RequestMetadata,
+)
+from sagellm.core.types import SLO, Namespace, Tokens
+from sagellm.engines.simulator.token_memory import TokenMemoryBackend
+from tests.builders import expected_tokens, fake_engine, request
+from tests.control_plane.fleet.scene import KEY, InTurn, Scene, Separating, is_done
 
 PROMPT = list(range(1, 30))
 
@@ -44,6 +57,56 @@ def test_answers_are_those_of_one_engine(scene: Scene) -> None:
     assert scene.engine("i-0").stats().num_steps < scene.engine("i-1").stats().num_steps
     scene.until(lambda: not scene.servers["i-0"].hand_overs.has_work)  # type: ignore[union-attr]
     scene.check_idle()
+
+
+class Adapting(InTurn):
+    """`cost` with `adaptive` on hybrid instances, one of which computes prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        policy = {"name": "adaptive", "tokens": 8}
+        self.cost = CostRouter(separation=policy, prefill_token_s=1e-6, step_s=1e-6)
+        assert isinstance(self.cost._policy, SeparateAdaptively)
+        self.parts = self.cost._policy._parts
+        self.parts.form = FleetForm(1, True)
+
+    def place(
+        self,
+        request: RequestMetadata,
+        instances: Sequence[ExecutionInstance],
+        cached: Sequence[CachedPrefix],
+    ) -> Placement:
+        hybrid = [replace(each, kind=InstanceType.HYBRID) for each in instances]
+        goal = replace(request, slo=SLO(60.0, 60.0), slo_slack_s=60.0)
+        return self.cost.place(goal, hybrid, cached)
+
+
+def test_a_fleet_carries_out_the_parts_of_adaptive(tmp_path: Path) -> None:
+    router = Adapting()
+    scene = Scene(tmp_path, 3, exchanges=True, router=router)
+    for number in range(6):
+        scene.front.add(request(f"r{number}", [number + 1, *PROMPT], 12))
+    [prefill] = [name for name, kind in router.parts.kinds.items() if kind is InstanceType.PREFILLING]
+    scene.front.add(request("short", [7, 8, 9], 12))
+    short = scene.front.requests.get("short")
+    assert short is not None
+    assert short.placement is not None
+    assert not short.placement.is_separated
+    assert prefill not in short.instances
+    scene.finish()
+    for number in range(6):
+        assert scene.tokens[f"r{number}"] == expect(scene, [number + 1, *PROMPT], 12)
+    assert scene.front.placements[prefill] == 6
+    scene.until(lambda: not scene.servers[prefill].hand_overs.has_work)  # type: ignore[union-attr]
+    scene.check_idle()
+    scene.close()
+
+
+def test_a_hybrid_instance_that_exchanges_nothing_serves_whole_requests(tmp_path: Path) -> None:
+    engine, endpoint = fake_engine(TokenMemoryBackend()), f"ipc://{tmp_path}/h"
+    server = InstanceServer("h", engine, endpoint, KEY, max_model_len=99, kind=InstanceType.HYBRID)
+    assert server.kind is InstanceType.GENERAL
+    server.close()
 
 
 def test_a_first_token_that_ends_the_request_is_not_handed_over(scene: Scene) -> None:

@@ -289,18 +289,30 @@ def test_cost_keeps_a_request_whole_where_nobody_is_delayed() -> None:
     assert not place(CostRouter(separation="cost"), busy, idle).is_separated
 
 
-def test_adaptive_separates_while_the_time_per_token_is_missed() -> None:
+def test_adaptive_gives_hybrid_instances_parts_by_the_goals_that_are_met() -> None:
     clock = ManualClock()
-    router = CostRouter(separation="adaptive", clock=clock)
-    fleet = [apart(name, InstanceType.HYBRID) for name in "ab"]
-    goal = replace(ONE, slo=SLO(tpot_s=0.02))
+    router = CostRouter(separation={"name": "adaptive", "window": 64}, clock=clock)
+    fleet = [apart(name, InstanceType.HYBRID, num_blocks=9999, block_size=16) for name in "abc"]
+    goal = replace(ONE, slo=SLO(ttft_s=20.0, tpot_s=0.02), slo_slack_s=20.0)
     assert not place(router, *fleet, request=goal).is_separated
-    for _ in range(40):
+    for _ in range(200):
         clock.advance(0.7)
-        place(router, *fleet, request=goal)
-    assert place(router, *fleet, request=goal).is_separated
-    loose = replace(ONE, slo=SLO(tpot_s=10.0))
-    assert not place(router, *fleet, request=loose).is_separated
+        placement = place(router, *fleet, request=goal)
+        for name in {placement.prefill, placement.decode}:
+            router.observe(name, {"tpot": 0.01, "decode": 0.99})
+    placements = [place(router, *fleet, request=goal) for _ in range(4)]
+    assert not {each.prefill for each in placements} & {each.decode for each in placements}
+    assert "where prompts are computed" in placements[0].reason
+    late = replace(goal, slo_slack_s=1.2)
+    assert not place(router, *fleet, request=late).is_separated, "prompts wait at the prefill instances alone"
+
+
+def test_adaptive_keeps_to_instances_of_fixed_types() -> None:
+    router = CostRouter(separation="adaptive")
+    goal = replace(ONE, slo=SLO(ttft_s=2.0), slo_slack_s=2.0)
+    assert place(router, PREFILL, DECODE, request=goal).is_separated
+    busy = replace(PREFILL, num_queued_tokens=3000)
+    assert not place(router, busy, DECODE, request=goal).is_separated
 
 
 def test_prefill_instances_serve_alone_where_there_is_nothing_better() -> None:
@@ -317,7 +329,7 @@ def test_separations_that_there_are_not(separation: Any) -> None:
         CostRouter(separation=separation)
 
 
-@pytest.mark.parametrize("options", [{"tokens": "x"}, {"_is_on": 1}, {"margin": 1.0}])
+@pytest.mark.parametrize("options", [{"tokens": "x"}, {"_parts": 1}, {"margin": 1.0}])
 def test_options_of_separation_that_there_are_not(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="separation 'threshold'"):
         CostRouter(separation={"name": "threshold", **options})

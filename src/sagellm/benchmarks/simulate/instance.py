@@ -363,6 +363,7 @@ class Instance:
             eviction_count=sum(kv.allocator.num_evicted.values()),
             utilization=self._utilization(),
             prefill_token_s=capability.prefill_token_s,
+            prefill_token_squared_s=capability.prefill_token_squared_s,
             step_s=self.step_log.decode_step_s,
             reported_s=reported_s,
         )

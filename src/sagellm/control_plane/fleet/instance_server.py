@@ -149,6 +149,8 @@ class InstanceServer:
         version: str = "",
         clock: Clock | None = None,
     ) -> None:
+        if kind is InstanceType.HYBRID and not transfers:
+            kind = InstanceType.GENERAL  # without an exchange of KV it cannot have a part
         self.instance_id, self.engine, self.kind = instance_id, engine, kind
         self.hand_overs, self.publisher, self._actions = hand_overs, publisher, dict(actions or {})
         self._clock = clock or MonotonicClock()

@@ -230,7 +230,8 @@ def observe_end(router: Router, instance_id: str, served: FleetRequest, now_s: f
     if first_s is not None:
         begin["ttft"] = first_s - arrival_s
         if len(served.generated) > 1:
-            seen["tpot"] = (now_s - first_s) / (len(served.generated) - 1)
+            decode_s = now_s - first_s
+            seen |= {"decode": decode_s, "tpot": decode_s / (len(served.generated) - 1)}
     if served.first_instance in ("", instance_id):
         router.observe(instance_id, {**begin, **seen})
     else:

@@ -1,8 +1,8 @@
 """What a router remembers of its placements, and learns from them.
 
 `PlacedLoad`: load that reports do not show yet. `LearnedSpeeds`: corrections of what instances say of
-themselves. `Sessions`, `TenantLoad`, `RecentWork`: where sessions and tenants were placed lately, and how
-much work that was. Every table is bounded: the oldest entry goes first.
+themselves. `Sessions`, `TenantLoad`: where sessions and tenants were placed lately. Every table is bounded:
+the oldest entry goes first.
 """
 
 from __future__ import annotations
@@ -210,27 +210,3 @@ class TenantLoad:
         for tenant, share in self._shares.items():
             if abs(share.total - sum(share.tokens.values())) > 1e-6 * max(1.0, share.total):
                 raise BookkeepingError(f"tenant {tenant!r}: the tokens do not add up to {share.total}")
-
-
-class RecentWork:
-    """Seconds of work placed lately, per second. Half is forgotten in `HALF_LIFE_S`."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._at_s = self._began_s = clock.now()
-        self._work_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._age()
-        self._work_s += seconds
-
-    def per_second(self) -> float:
-        self._age()
-        span_s = HALF_LIFE_S / math.log(2)
-        seen_s = span_s * (1 - 0.5 ** ((self._at_s - self._began_s) / HALF_LIFE_S))
-        return self._work_s / max(1.0, float(seen_s))
-
-    def _age(self) -> None:
-        now_s = self._clock.now()
-        self._work_s *= 0.5 ** ((now_s - self._at_s) / HALF_LIFE_S)
-        self._at_s = now_s

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple
 from sagellm.control_plane.router._history import (
     LearnedSpeeds,
     PlacedLoad,
-    RecentWork,
     Sessions,
     TenantLoad,
 )
@@ -55,12 +54,17 @@ class _View:
     )  # fmt: skip
 
     def __init__(
-        self, instance: ExecutionInstance, rate: float, step_s: float, placed: tuple[int, int]
+        self,
+        instance: ExecutionInstance,
+        kind: InstanceType,
+        rate: float,
+        step_s: float,
+        placed: tuple[int, int],
     ) -> None:
         self.instance = instance
         self.name = instance.instance_id
         self.place = 0
-        self.kind = _BITS[instance.kind]
+        self.kind = _BITS[kind]
         self.is_fresh = instance.is_fresh
         self.rate = rate
         self.step_s = step_s
@@ -123,7 +127,8 @@ class CostRouter:
     _learned: LearnedSpeeds = field(init=False)
     _sessions: Sessions = field(init=False)
     _tenants: TenantLoad = field(init=False)
-    _work: RecentWork = field(init=False)
+    _clock: Clock = field(init=False)
+    _parts: Mapping[str, InstanceType] = field(init=False, default_factory=dict)
     _views: dict[str, _View] = field(init=False, default_factory=dict)
     _seen: list[ExecutionInstance | None] = field(init=False, default_factory=list)
     _listed: list[_View] = field(init=False, default_factory=list)
@@ -142,12 +147,11 @@ class CostRouter:
             )
         self._random = Random(self.seed)
         self._policy = separation_policy(self.separation)
-        clock = self.clock or MonotonicClock()
+        self._clock = clock = self.clock or MonotonicClock()
         self._placed = PlacedLoad(clock)
         self._learned = LearnedSpeeds(self.prefill_token_s, self.step_s)
         self._sessions = Sessions()
         self._tenants = TenantLoad(clock)
-        self._work = RecentWork(clock)
 
     # -- the contract
 
@@ -157,6 +161,9 @@ class CostRouter:
         instances: Sequence[ExecutionInstance],
         cached: Sequence[CachedPrefix],
     ) -> Placement:
+        most = max((prefix.num_tokens for prefix in cached), default=0)
+        uncached, now_s = max(1, len(request.tokens) - most), self._clock.now()
+        self._take_parts(self._policy.parts(request, uncached, instances, now_s))
         views, kinds, is_fresh = self._all_views(instances)
         whole = _of_kind(views, kinds, _WHOLE) or _of_kind(views, kinds, _PREFILL)
         if not whole:
@@ -192,6 +199,14 @@ class CostRouter:
 
     # -- costs
 
+    def _take_parts(self, parts: Mapping[str, InstanceType]) -> None:
+        """Hybrid instances are for this from now on."""
+        if parts is not self._parts:
+            self._parts = parts
+            for name, view in self._views.items():
+                view.kind = _BITS[parts.get(name, view.instance.kind)]
+            self._kinds = reduce(or_, (view.kind for view in self._listed), 0)
+
     def _all_views(self, instances: Sequence[ExecutionInstance]) -> tuple[list[_View], int, bool]:
         """A view of each instance, their kinds, and whether all are fresh.
 
@@ -210,7 +225,8 @@ class CostRouter:
             view = known.get(instance.instance_id)
             if view is None or view.instance is not instance:
                 rate, step_s = self._learned.of(instance)
-                view = _View(instance, rate, step_s, self._placed.of(instance))
+                kind = self._parts.get(instance.instance_id, instance.kind)
+                view = _View(instance, kind, rate, step_s, self._placed.of(instance))
                 known[instance.instance_id] = view
             view.place = place
             listed[place : place + 1] = [view]
@@ -410,13 +426,14 @@ class CostRouter:
         if not second:
             return None
         decode = self._choose(list(second), list(second.values()))
+        terms = self._terms(asked, views, cached, prefill, decodes=False)
+        whole_ttft_s = _ttft_s(self._terms(asked, views, cached, at))
         uncached = asked.num_tokens - min(cached[at].num_tokens, asked.num_tokens - 1)
-        apart_s, share = first[prefill] + second[decode], self._work.per_second() / len(views)
-        case = SeparationCase(request, uncached, whole_s, apart_s, share, views[at].step_s)
+        apart_s = first[prefill] + second[decode]
+        case = SeparationCase(request, uncached, whole_s, apart_s, whole_ttft_s, _ttft_s(terms))
         reason = self._policy.separate(case)
         if not reason:
             return None
-        terms = self._terms(asked, views, cached, prefill, decodes=False)
         late = self._decode_terms(asked, views[decode], cached[decode])
         terms |= {f"decode_{name}" if name in terms else name: value for name, value in late.items()}
         names = views[prefill].name, views[decode].name
@@ -465,7 +482,6 @@ class CostRouter:
         name = view.name
         compute = asked.num_tokens - min(prefix.num_tokens, asked.num_tokens - 1)
         self._learned.predict(name, view.queue_s + compute * view.rate)
-        self._work.add(compute * view.rate)
         self._placed.add(name, compute)
         view.queue_s += compute * view.rate
         view.num_requests += 1
@@ -473,6 +489,11 @@ class CostRouter:
             self._tenants.add(asked.tenant, name, compute + asked.num_output)
         if request.session_id is not None:
             self._sessions.place(request.session_id, stays, asked.num_tokens)
+
+
+def _ttft_s(terms: Mapping[str, float]) -> float:
+    """Those terms that pass before the first token."""
+    return math.fsum(terms.get(name, 0.0) for name in ("queue", "fetch", "prefill", "load"))
 
 
 def _of_kind(views: Sequence[_View], kinds: int, wanted: int) -> Sequence[int]:

@@ -6,29 +6,45 @@ Serving it whole is the default for what gains nothing: a short prompt, or one t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from sagellm.control_plane.router._what_if import goes_apart
+from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
-from sagellm.core.protocols.router import RequestMetadata
+from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class SeparationCase:
-    """The two choices for one request. `num_uncached`: prompt tokens to compute in the best place for the
-    whole. `whole_s`, `separated_s`: what each costs. `prefill_share`: of the time of all instances, what
-    computing prompts took lately. `step_s`: of a decode step, in that place."""
+    """The two choices for one request.
+
+    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what each costs. `whole_ttft_s`, `separated_ttft_s`: until its first
+    token.
+    """
 
     request: RequestMetadata
     num_uncached: int
     whole_s: float
     separated_s: float
-    prefill_share: float = 0.0
-    step_s: float = 0.0
+    whole_ttft_s: float = 0.0
+    separated_ttft_s: float = 0.0
 
 
 class SeparationPolicy(Protocol):
+    def parts(
+        self,
+        request: RequestMetadata,
+        num_uncached: int,
+        instances: Sequence[ExecutionInstance],
+        now_s: float,
+    ) -> Mapping[str, InstanceType]:
+        """What hybrid instances are for from now on, by name; those not named may do everything. The same
+        object as before, unless something changes. Called for each request before it is placed;
+        `num_uncached`: its tokens that no instance has cached."""
+
     def separate(self, case: SeparationCase) -> str:
         """The reason to separate; empty: the request is served whole."""
 
@@ -36,7 +52,20 @@ class SeparationPolicy(Protocol):
         """Learn from a finished request, as `Router.observe`."""
 
 
+_NO_PARTS: Mapping[str, InstanceType] = MappingProxyType({})
+
+
 class NeverSeparate:
+    def parts(
+        self,
+        request: RequestMetadata,
+        num_uncached: int,
+        instances: Sequence[ExecutionInstance],
+        now_s: float,
+    ) -> Mapping[str, InstanceType]:
+        """Hybrid instances may always do everything."""
+        return _NO_PARTS
+
     def separate(self, case: SeparationCase) -> str:
         return ""
 
@@ -72,28 +101,66 @@ class SeparateByCost(NeverSeparate):
 
 @dataclass(slots=True)
 class SeparateAdaptively(NeverSeparate):
-    """Separates while answers would else miss their goal for the time per token.
+    """Fixes parts of hybrid instances for a while, by the goals that are met.
 
-    An instance that computes prompts for a share p of its time gives a token every step / (1 - p) seconds
-    (the steps of prompts delay those of answers). Above `high` of the goal, requests with `tokens` uncached
-    tokens or more are separated, until it is below `low` of it. Without a goal, cost decides.
+    None of them computes only prompts, or some do, and the others decode. It takes the number that a replay
+    of the last `window` requests finds best, `rounds` times in a row, by `gain` of the goals that the present
+    one meets (`instance_parts.py`). Where there are prefill instances, requests with fewer than `tokens`
+    uncached tokens are served whole; so are, if the replay finds that better, those whose first token would
+    be late at a prefill instance, after `margin` of the time that is left, and earlier elsewhere. Without a
+    goal, cost decides.
+
+    `chunk`: prompt tokens of a step, as instances are configured. `transfer_s`, `transfer_token_s`: of a
+    hand-over.
     """
 
-    tokens: int = 512
-    high: float = 0.8
-    low: float = 0.6
-    _is_on: bool = False
+    tokens: int = 128
+    margin: float = 0.9
+    gain: float = 0.03
+    rounds: int = 2
+    chunk: int = 2048
+    window: int = 512
+    transfer_s: float = 2e-3
+    transfer_token_s: float = 5e-6
+    _parts: Parts = field(init=False)
+    _ttft_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1 or self.window < FEWEST or self.rounds < 1:
+            raise TypeError(f"chunk and rounds are 1 or more, window {FEWEST} or more")
+        self._parts = Parts(
+            PartsOptions(
+                int(self.tokens), self.margin, self.gain, int(self.rounds), int(self.chunk), int(self.window),
+                self.transfer_s, self.transfer_token_s,
+            )
+        )  # fmt: skip
+
+    def parts(
+        self,
+        request: RequestMetadata,
+        num_uncached: int,
+        instances: Sequence[ExecutionInstance],
+        now_s: float,
+    ) -> Mapping[str, InstanceType]:
+        return self._parts.place(request, num_uncached, instances, now_s)
 
     def separate(self, case: SeparationCase) -> str:
-        goal_s = case.request.slo.tpot_s
-        if goal_s is None:
+        slo, slack_s = case.request.slo, case.request.slo_slack_s
+        if slo.tpot_s is None and slo.ttft_s is None:
             return SeparateByCost().separate(case)
-        idle = 1 - min(case.prefill_share, 0.99)
-        expected_s = case.step_s / idle
-        self._is_on = expected_s > (self.low if self._is_on else self.high) * goal_s
-        if not self._is_on or case.num_uncached < self.tokens or case.step_s > goal_s:
+        slack_s = math.inf if slack_s is None else self.margin * slack_s
+        apart_s, whole_s = case.separated_ttft_s, case.whole_ttft_s
+        rescues = self._parts.form.rescues
+        if not goes_apart(case.num_uncached, apart_s, whole_s, slack_s, self.tokens, rescues=rescues):
             return ""
-        return f"{expected_s * 1e3:.3g} ms per token expected where prompts are computed"
+        return f"first token after {apart_s:.3g} s where prompts are computed"
+
+    def observe(self, latencies_s: Mapping[str, float]) -> None:
+        decode_s, tpot_s = latencies_s.get("decode"), latencies_s.get("tpot")
+        self._ttft_s = latencies_s.get("ttft", self._ttft_s)
+        if decode_s is not None and tpot_s:
+            num_tokens, e2e_s = 1 + round(decode_s / tpot_s), latencies_s.get("e2e", decode_s)
+            self._parts.answered(num_tokens, e2e_s, self._ttft_s, tpot_s)
 
 
 POLICIES: Mapping[str, type[NeverSeparate]] = {

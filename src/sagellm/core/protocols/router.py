@@ -53,7 +53,8 @@ class ExecutionInstance:
     `num_queued_tokens`: prompt tokens that wait or are being computed. `kv_cache_usage`: share of its blocks
     that requests use. `utilization`: share of the last seconds in which it computed. `prefill_token_s` and
     `step_s`: what a prompt token takes, and a decode step at its present batch, as measured there; 0.0:
-    not known. `is_fresh`: its KV events are complete and recent; else what is known of its cache is a guess.
+    not known. `prefill_token_squared_s`: in addition, for each token before it; 0.0 where the mean has it.
+    `is_fresh`: its KV events are complete and recent; else what is known of its cache is a guess.
     `num_free_blocks` counts those that cached prefixes may be evicted from; they have `block_size` tokens
     each, 0: not known.
     """
@@ -71,6 +72,7 @@ class ExecutionInstance:
     eviction_count: int = 0
     utilization: float = 0.0
     prefill_token_s: float = 0.0
+    prefill_token_squared_s: float = 0.0
     step_s: float = 0.0
     is_fresh: bool = True
     reported_s: float = 0.0
@@ -128,4 +130,6 @@ class Router(Protocol):
         Raises `CapacityError` if none of them can serve a request."""
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
-        """Learn from a finished request. Seconds by name, where known: ttft, tpot, e2e."""
+        """Learn from a finished request. Seconds by name, where known: ttft, tpot, decode (first token
+        to last), e2e. Of a separated request, ttft for its prefill instance, and at once the others for the
+        decode instance."""

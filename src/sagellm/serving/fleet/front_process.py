@@ -126,7 +126,7 @@ def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
     fleet, prefixes = config.fleet, PrefixIndex(clock)
     return FleetEngine(
         instances,
-        make_fleet_router(fleet, clock),
+        make_fleet_router(fleet, clock, config.scheduler.max_batched_tokens),
         prefixes,
         _check,
         clock=clock,

@@ -19,11 +19,15 @@ from sagellm.core.protocols.router import Router
 from sagellm.core.registry import registry
 
 
-def make_fleet_router(fleet: FleetConfig, clock: Clock) -> Router:
-    """The configured router; `fleet.separation` goes to one that separates. Raises `UnknownNameError`."""
+def make_fleet_router(fleet: FleetConfig, clock: Clock, chunk: int | None = None) -> Router:
+    """The configured router; `fleet.separation` goes to one that separates. Raises `UnknownNameError`.
+
+    `chunk`: tokens of a step of its instances, for the separation that models them.
+    """
     options = {"name": fleet.router, **fleet.router_options}
     if "separation" in registry("router").options(fleet.router):
-        options["separation"] = {"name": fleet.separation, **fleet.separation_options}
+        known = {"chunk": chunk} if chunk is not None and fleet.separation == "adaptive" else {}
+        options["separation"] = {"name": fleet.separation, **known, **fleet.separation_options}
     return make_router(options, clock)
 
 
