@@ -287,7 +287,7 @@ class Cluster:
         if outcome is RequestOutcome.FINISHED:
             latencies_s = {"ttft": served.ttft_s, "tpot": served.tpot_s, "e2e": served.e2e_s}
             latencies_s["decode"] = _between(served.first_token_s, served.finished_s)
-            self.control.finished(str(served.number), (served.prefill, served.decode), latencies_s)
+            self.control.finished((served.prefill, served.decode), latencies_s)
         after = self._workload.follows.get(served.number)
         if after is None and self._sessions:
             after = self._sessions.popleft()
