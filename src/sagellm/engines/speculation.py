@@ -39,7 +39,7 @@ class Speculation:
             most = min(draft.num_draft_tokens, budget, remaining - 1)
             if most < 1 or state.request_id in draft.skipped_decodes:
                 continue
-            token_ids = self._proposer.propose(state.request_id, state.tokens, most).token_ids[:most]
+            token_ids = self._proposer.propose(state.request, state.tokens, most).token_ids[:most]
             num_bound = len(binding.appended_to)
             token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids), spare_blocks)]
             spare_blocks -= len(binding.appended_to) - num_bound
@@ -57,4 +57,4 @@ class Speculation:
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
-        self._proposer.forget(state.request_id)
+        self._proposer.forget(state.request, state.tokens)
