@@ -30,7 +30,9 @@ def asked(name: str, tokens: list[int], tenant: str = "") -> Request:
 
 @pytest.mark.parametrize("name", PROPOSERS)
 @settings(max_examples=examples(40), deadline=None)
-@given(prompts=st.lists(texts, min_size=1, max_size=3), parts=st.lists(texts, max_size=5), most=st.integers(1, 8))
+@given(
+    prompts=st.lists(texts, min_size=1, max_size=3), parts=st.lists(texts, max_size=5), most=st.integers(1, 8)
+)
 def test_proposals_are_short_and_of_known_tokens(
     name: str, prompts: list[list[int]], parts: list[list[int]], most: int
 ) -> None:

@@ -50,11 +50,11 @@ def test_golden_proposals(native: bool) -> None:
     assert proposed(proposer, [5, 6, 7, 8, 9, 5]) == ((6, 7), (1.0, 1.0))
     assert proposed(proposer, [5, 6, 7, 8, 9, 5, 6]) == ((7, 8, 9, 5), (1.0,) * 4)
     # A repetition goes on behind the end of the text.
-    assert proposed(proposer, [4, 4, 4], 5) == ((4,) * 5, (1.0,) * 5)
+    assert proposed(proposer, [4, 4, 4, 4], 5) == ((4,) * 5, (1.0,) * 5)
     # The bound: 1/2 * 1/2 is too little.
-    halves = [1, 2, 3, 0, 1, 2, 4, 0, 1, 5, 3, 0, 1]
-    assert proposed(proposer, halves)[1] == (2 / 3, 0.5)
-    assert proposed(Suffix(8, 2.0, 0.4, 1, 0.0, native=native), halves)[1] == (2 / 3,)
+    halves = [1, 2, 3, 7, 1, 2, 4, 8, 1, 5, 3, 9, 1]
+    assert proposed(proposer, halves) == ((2, 4), (2 / 3, 0.5))
+    assert proposed(Suffix(8, 2.0, 0.4, 1, 0.0, native=native), halves) == ((2,), (2 / 3,))
     assert proposed(proposer, [1, 2, 3, 4, 5]) == ((), ())
     # Doubt: n / (n + 1) behind n tokens.
     doubting = Suffix(8, 2.0, 0.3, 1, 1.0, native=native)

@@ -75,9 +75,7 @@ def defined_draft(
             (text,) = sequences
             longer = [*text, *tokens]
             starts = range(len(text) - len(path))
-            token = next(
-                longer[k + len(known)] for k in starts if longer[k : k + len(known)] == known
-            )
+            token = next(longer[k + len(known)] for k in starts if longer[k : k + len(known)] == known)
             chance = rules.trust(len(known))
         else:
             break
@@ -98,7 +96,9 @@ def defined(
         for match in range(min(rules.depth - 1, len(own)), rules.min_match - 1, -1):
             path = own[len(own) - match :]
             seen = any(
-                text[at : at + match] == path for text in sequences for at in range(len(text) - match + 1 - grows)
+                text[at : at + match] == path
+                for text in sequences
+                for at in range(len(text) - match + 1 - grows)
             )
             if seen:
                 draft = defined_draft(sequences, path, rules.limit(match, most), rules, grows=grows)
@@ -245,7 +245,9 @@ def test_memory_is_given_back() -> None:
 )
 def test_rules_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SuffixRules(**{"depth": 64, "alpha": 1.0, "min_probability": 0.1, "min_match": 1, "doubt": 1.0} | wrong)
+        SuffixRules(
+            **{"depth": 64, "alpha": 1.0, "min_probability": 0.1, "min_match": 1, "doubt": 1.0} | wrong
+        )
 
 
 def test_without_a_compiler_the_trees_are_in_python(

@@ -10,7 +10,7 @@ import weakref
 from array import array
 from pathlib import Path
 
-from sagellm.accel.speculative.suffix_tree import MAX_DEPTH, Found, SuffixRules
+from sagellm.accel.speculative.suffix_tree import MAX_DEPTH, SuffixProposal, SuffixRules
 from sagellm.core.errors import BookkeepingError, KernelError
 from sagellm.core.native_code import compiled, cpu_level, find_compiler, loaded
 from sagellm.core.types import TOKEN_BYTES, Tokens
@@ -57,7 +57,7 @@ class NativeSuffixTree:
             raise MemoryError("no memory for a suffix tree")
         return count
 
-    def propose(self, tokens: Tokens, most: int, shared: NativeSuffixTree | None = None) -> Found:
+    def propose(self, tokens: Tokens, most: int, shared: NativeSuffixTree | None = None) -> SuffixProposal:
         """As `SuffixTree.propose` does; without the score."""
         address, count = tokens.live.buffer_info()
         library, seen = self._library, self._num_seen
@@ -67,13 +67,13 @@ class NativeSuffixTree:
             shared and shared._tree,
             address + seen * TOKEN_BYTES,
             count - seen,
-            most,
+            min(most, MAX_DEPTH),
             library.token_ids,
             library.chances,
         )
         if found < 0:
             raise MemoryError("no memory for a suffix tree")
-        return Found(tuple(library.token_ids[:found]), tuple(library.chances[:found]))
+        return SuffixProposal(tuple(library.token_ids[:found]), tuple(library.chances[:found]))
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless sums, best children, links and labels fit."""

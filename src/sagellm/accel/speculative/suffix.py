@@ -1,4 +1,4 @@
-"""`Suffix`: proposes what followed the last tokens of a request, in it or in earlier outputs.
+"""`Suffix`: proposes what followed the last tokens before, here or in earlier outputs.
 
 After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Each running request has a suffix tree of its
 prompt and output, and each namespace one of the outputs of its ended requests. Those of a session are found
@@ -33,7 +33,7 @@ class Suffix:
         alpha: float = 2.0,
         min_probability: float = 0.1,
         min_match: int = 1,
-        doubt: float = 1.0,
+        doubt: float = 2.0,
         shared_tokens: int = 262_144,
         *,
         native: bool = True,

@@ -146,7 +146,6 @@ class Tree {
     while (ring < rules.depth) ring *= 2;
     places_.resize(ring);
     if (removes) leaves_.resize(ring);
-    for (uint32_t length = 0; length < rules.depth; ++length) trust_.push_back(length / (length + rules.doubt));
     new_node({0, 0, 0, 0, NONE});
   }
 
@@ -209,7 +208,7 @@ class Tree {
   int64_t bytes() const {
     return nodes_.capacity() * sizeof(Node) + links_.capacity() * sizeof(Links) + children_.bytes() +
            (text_.capacity() + free_.capacity() + leaves_.capacity()) * 4 +
-           places_.capacity() * sizeof(Place) + trust_.capacity() * sizeof(double) + sequences_.size() * sizeof(Position) + sizeof *this;
+           places_.capacity() * sizeof(Place) + sequences_.size() * sizeof(Position) + sizeof *this;
   }
 
  private:
@@ -217,14 +216,15 @@ class Tree {
   Place& place_of(Position start) { return places_[start & (places_.size() - 1)]; }
   uint32_t limit_of(uint32_t match, uint32_t most) const {
     const double limit = rules_.alpha * match;
-    return std::min(limit < most ? static_cast<uint32_t>(limit) : most, rules_.depth - match);
+    return limit < most ? static_cast<uint32_t>(limit) : most;
   }
+  double trust(uint32_t num_matched) const { return num_matched / (num_matched + rules_.doubt); }
 
   // No score of a match of this length is higher, nor of a shorter one.
   double highest(uint32_t match, uint32_t limit) const {
     double product = 1.0, score = 0.0;
-    for (uint32_t length = match; length < match + limit; ++length) {
-      product *= trust_[length];
+    for (uint32_t num_matched = match; num_matched < match + limit; ++num_matched) {
+      product *= trust(num_matched);
       score += product;
     }
     return score;
@@ -399,7 +399,7 @@ class Tree {
     draft.score = 0.0;
     draft.count = 0;
     while (draft.count < limit) {
-      double chance = trust_[match + draft.count];
+      double chance = trust(match + draft.count);
       if (place.matched == nodes_[place.node].length) {
         const Id child = best_of(place.node);
         if (child == NONE) break;
@@ -473,7 +473,6 @@ class Tree {
   std::vector<Links> links_;
   std::vector<Id> free_, leaves_, path_;
   std::vector<Place> places_;
-  std::vector<double> trust_;  // by length of the match
   std::deque<Position> sequences_;  // their ends
   Children children_;
   uint64_t version_ = 0, shared_version_ = 0;

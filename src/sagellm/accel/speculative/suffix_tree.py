@@ -6,6 +6,7 @@ is the slow twin of `suffix_tree.cpp`, which does the same steps; it serves wher
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,14 +49,14 @@ class SuffixRules:
 
     def limit(self, match: int, most: int) -> int:
         """The most tokens that may be proposed behind a match."""
-        return min(most, int(self.alpha * match), self.depth - match)
+        return min(most, int(self.alpha * match))
 
     def trust(self, num_matched: int) -> float:
         """The chance that what has followed so many tokens follows them again."""
         return num_matched / (num_matched + self.doubt)
 
     def highest(self, match: int, limit: int) -> float:
-        """No score of a match of this length is higher, nor of a shorter one."""
+        """The score that no match of this length or a shorter one exceeds."""
         product, score = 1.0, 0.0
         for num_matched in range(match, match + limit):
             product *= self.trust(num_matched)
@@ -63,8 +64,11 @@ class SuffixRules:
         return score
 
 
-class Found(NamedTuple):
-    """Proposed tokens with the chance of each, given those before it; `score` expects so many accepted."""
+class SuffixProposal(NamedTuple):
+    """Proposed tokens, and the chance of each.
+
+    It is that of its acceptance, once those before it are accepted. `score`: how many may be expected to be.
+    """
 
     token_ids: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
@@ -72,7 +76,7 @@ class Found(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class SuffixNode:
     """The edge into it holds the `length` tokens at `start` of the text.
 
     `count`: how often the path up to the first of these occurs. `continued`: the sum of the children's
@@ -83,16 +87,16 @@ class Node:
     length: int
     count: int = 0
     continued: int = 0
-    best: Node | None = None
-    children: dict[int, Node] = field(default_factory=dict)
+    best: SuffixNode | None = None
+    children: dict[int, SuffixNode] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SuffixPlace:
     """Behind `matched` tokens of the edge into `node`."""
 
-    node: Node
-    parent: Node
+    node: SuffixNode
+    parent: SuffixNode
     matched: int = 0
 
 
@@ -110,10 +114,10 @@ class SuffixTree:
         self._text: list[int] = []
         self._removed = 0
         """Tokens removed from the beginning of the text."""
-        self._root = Node(0, 0)
-        self._active: deque[Place] = deque()
+        self._root = SuffixNode(0, 0)
+        self._active: deque[SuffixPlace] = deque()
         """Of all suffixes that have occurred before, longest first: where each of them stands."""
-        self._growing: deque[tuple[int, Node]] = deque()
+        self._growing: deque[tuple[int, SuffixNode]] = deque()
         """Leaves whose edge grows with the text, with the start of their suffix."""
         self._ends: deque[int] = deque()
 
@@ -150,15 +154,15 @@ class SuffixTree:
         self._removed = end
         return end - begin
 
-    def propose(self, tokens: Tokens, most: int, shared: SuffixTree | None = None) -> Found:
-        """Append the tokens behind the first `num_tokens`, and propose up to `most` tokens to follow.
+    def propose(self, tokens: Tokens, most: int, shared: SuffixTree | None = None) -> SuffixProposal:
+        """Append the tokens behind the first `num_tokens`, and propose up to `most`.
 
         For each match, the most frequent continuation is followed from token to token. The best-scored
         proposal counts: of equal ones that of the own tree, and of the longest match.
         """
         for token_id in tokens.slice(len(self._text)):
             self._append(token_id)
-        best, match = Found(), len(self._active)
+        best, match = SuffixProposal(), len(self._active)
         for place in self._active:
             limit = self.rules.limit(match, most)
             if match < self.rules.min_match or best.score >= self.rules.highest(match, limit):
@@ -169,7 +173,7 @@ class SuffixTree:
             best = self._propose_shared(shared, most, best)
         return best
 
-    def _propose_shared(self, shared: SuffixTree, most: int, best: Found) -> Found:
+    def _propose_shared(self, shared: SuffixTree, most: int, best: SuffixProposal) -> SuffixProposal:
         for match in range(min(self.rules.depth - 1, len(self._text)), self.rules.min_match - 1, -1):
             limit = self.rules.limit(match, most)
             if best.score >= self.rules.highest(match, limit):
@@ -205,7 +209,7 @@ class SuffixTree:
     def _append(self, token_id: int) -> None:
         at, depth = self._end, self.rules.depth
         self._text.append(token_id)
-        self._active.append(Place(self._root, self._root))
+        self._active.append(SuffixPlace(self._root, self._root))
         begin = at + 1 - len(self._active)
         while self._active and not self._advance(self._active[0], begin, token_id, at):
             self._active.popleft()
@@ -217,7 +221,7 @@ class SuffixTree:
         while self._growing and self._growing[0][0] + depth <= at:
             self._growing.popleft()
 
-    def _advance(self, place: Place, start: int, token_id: int, at: int) -> bool:
+    def _advance(self, place: SuffixPlace, start: int, token_id: int, at: int) -> bool:
         """Move a suffix by the token at `at`. False where no edge continues it: it is a leaf now."""
         node = place.node
         if place.matched < node.length:
@@ -240,21 +244,21 @@ class SuffixTree:
             place.node.start = at + 1 - place.node.length  # its latest place
         return True
 
-    def _add_leaf(self, parent: Node, start: int, token_id: int, at: int) -> None:
-        leaf = parent.children[token_id] = Node(at, self.rules.depth - (at - start), 1)
+    def _add_leaf(self, parent: SuffixNode, start: int, token_id: int, at: int) -> None:
+        leaf = parent.children[token_id] = SuffixNode(at, self.rules.depth - (at - start), 1)
         parent.continued += 1
         if parent.best is None or parent.best.count <= 1:
             parent.best = leaf
         self._growing.append((start, leaf))
 
-    def _split(self, place: Place, at: int) -> None:
+    def _split(self, place: SuffixPlace, at: int) -> None:
         """Cut the edge on which a suffix stands, at its place.
 
         `at`: the position behind the suffix's tokens. Suffixes that stand on the edge have not come to its
         lower part.
         """
         lower, parent, cut = place.node, place.parent, place.matched
-        upper = Node(at - cut, cut, lower.count, best=lower)
+        upper = SuffixNode(at - cut, cut, lower.count, best=lower)
         staying = [other for other in self._active if other.node is lower]
         for other in staying:
             other.node = upper
@@ -268,7 +272,10 @@ class SuffixTree:
             parent.best = upper
 
     def _remove_suffix(self, at: int, end: int) -> None:
-        """The labels of nodes that stay lie in later sequences: a label moves on with each pass."""
+        """Take the passes of a suffix away.
+
+        The labels of nodes that stay lie in later sequences: a label moves on with each pass.
+        """
         path = [self._root]
         while at < end:
             child = path[-1].children[self._at(at)]
@@ -276,7 +283,7 @@ class SuffixTree:
             child.count -= 1
             at += child.length
             path.append(child)
-        for parent, node in reversed(list(zip(path, path[1:], strict=False))):
+        for parent, node in reversed(list(itertools.pairwise(path))):
             token_id = self._at(node.start)
             if not node.count:
                 del parent.children[token_id]
@@ -290,20 +297,20 @@ class SuffixTree:
                     parent.children.values(), key=lambda child: (child.count, child.start), default=None
                 )
 
-    def _locate(self, token_ids: list[int]) -> Place | None:
-        place = Place(self._root, self._root)
+    def _locate(self, token_ids: list[int]) -> SuffixPlace | None:
+        place = SuffixPlace(self._root, self._root)
         for token_id in token_ids:
             if place.matched == place.node.length:
                 child = place.node.children.get(token_id)
                 if child is None:
                     return None
-                place = Place(child, place.node)
+                place = SuffixPlace(child, place.node)
             if self._at(place.node.start + place.matched) != token_id:
                 return None
             place.matched += 1
         return place
 
-    def _follow(self, place: Place, match: int, limit: int) -> Found:
+    def _follow(self, place: SuffixPlace, match: int, limit: int) -> SuffixProposal:
         node, matched = place.node, place.matched
         token_ids: list[int] = []
         chances: list[float] = []
@@ -323,4 +330,4 @@ class SuffixTree:
             chances.append(chance)
             score += product
             matched += 1
-        return Found(tuple(token_ids), tuple(chances), score)
+        return SuffixProposal(tuple(token_ids), tuple(chances), score)

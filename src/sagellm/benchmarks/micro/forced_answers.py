@@ -1,4 +1,4 @@
-"""Recorded answers as a proposer meets them: every token is forced, as if the model had drawn it.
+"""Recorded answers for proposers: their tokens are taken as the model's draws.
 
 What a proposer gains depends on the text alone, so no model is needed. A request decodes behind its prompt
 and the first token of its answer; requests come one after the other, in order of time. Tokens are pieces of
@@ -88,7 +88,7 @@ def workload(name: str, folder: Path, part: int) -> list[ForcedAnswer]:
     """The answers of one part of a workload, in order of time. Raises `ConfigError` for a missing file."""
     texts, ids, answers = TextTokens(WORDS), IdMap(), []
     for session, prompt, output in WORKLOADS[name](folder):
-        if zlib.crc32(session.encode()) % 2 == part and output:
+        if zlib.crc32(session.encode()) % 2 == part and prompt and output:
             answers.append(ForcedAnswer(texts.tokens(prompt, ids), texts.tokens(output, ids)))
     return answers
 
