@@ -163,7 +163,7 @@ def test_collectives_have_every_row() -> None:
 def test_proposers_have_every_row() -> None:
     plan = tiny("suffix", speculative.PYTHON, "prompt_lookup")
     rows = measured(speculative.BENCHMARK, "pse", plan).rows
-    cases = {f"prompt of {text}": SIZES for text in speculative.TEXTS}
+    cases: dict[str, tuple[int, ...]] = {f"prompt of {text}": SIZES for text in speculative.TEXTS}
     cases |= {f"step, {text}": (64,) for text in speculative.TEXTS} | {"output of 1024 tokens ends": (1,)}
     assert cells(rows) == {
         (variant, case, size) for variant in plan.variants for case, sizes in cases.items() for size in sizes

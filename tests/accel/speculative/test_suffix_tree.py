@@ -152,7 +152,7 @@ class BothTrees(RuleBasedStateMachine):
 
     @initialize(rules=rule_sets)
     def begin(self, rules: SuffixRules) -> None:
-        self.rules = rules
+        self.tree_rules = rules
         self.shared = [make(kind, rules, removes=True) for kind in KINDS]
         self.requests: list[tuple[Tokens, list[Any]]] = []
 
@@ -167,7 +167,7 @@ class BothTrees(RuleBasedStateMachine):
 
     @rule(text=texts)
     def begin_a_request(self, text: list[int]) -> None:
-        self.requests.append((Tokens(text), [make(kind, self.rules) for kind in KINDS]))
+        self.requests.append((Tokens(text), [make(kind, self.tree_rules) for kind in KINDS]))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), text=st.lists(st.integers(0, 5), max_size=9), most=st.integers(1, 16))

@@ -22,8 +22,8 @@ _Tree = ctypes.c_void_p
 class NativeSuffixTree:
     """What `SuffixTree` is, with the same results. Raises `MemoryError`; the tree is void then.
 
-    A token takes about 90 bytes, and 150 at most. Calls hold Python's lock, which costs less than
-    giving it back.
+    A token takes 70 to 140 bytes, in a tree that `removes` 90 to 190, and one of a repetition 4. Calls hold
+    Python's lock, which costs less than giving it back.
     """
 
     def __init__(self, library: NativeSuffixTrees, rules: SuffixRules, *, removes: bool) -> None:

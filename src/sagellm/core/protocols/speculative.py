@@ -28,9 +28,11 @@ class Proposal:
     acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, values in (("probabilities", self.probabilities), ("estimates", self.acceptance)):
-            if values and len(values) != len(self.token_ids):
-                raise ValueError(f"{len(self.token_ids)} tokens with {len(values)} {name}")
+        count = len(self.token_ids)
+        if self.probabilities and len(self.probabilities) != count:
+            raise ValueError(f"{count} tokens with {len(self.probabilities)} probabilities")
+        if self.acceptance and len(self.acceptance) != count:
+            raise ValueError(f"{count} tokens with {len(self.acceptance)} estimates")
 
 
 @dataclass(frozen=True, slots=True)
