@@ -75,7 +75,7 @@ class Window:
 
 
 class TierCalls:
-    """CPU time of this thread in the calls of an engine's tiers, summed for each step, in ns."""
+    """CPU time of this thread in calls of an engine's tiers. Summed for each step, in ns."""
 
     NAMES = ("offer", "request", "start_loads", "cancel", "poll")
 
