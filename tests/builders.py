@@ -159,8 +159,8 @@ class RandomProposer:
     def __init__(self, backend: TokenMemoryBackend, seed: int) -> None:
         self.random, self.backend, self.known = random.Random(seed), backend, set[str]()
 
-    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
-        self.known.add(request_id)
+    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        self.known.add(request.request_id)
         num_right = self.random.choice([0, num_tokens, self.random.randrange(num_tokens + 1)])
         right = expected_tokens(self.backend, tokens, num_right)
         num_other = self.random.randrange(num_tokens - num_right + 1)
@@ -169,8 +169,8 @@ class RandomProposer:
     def observe(self, request_id: str, num_accepted: int) -> None:
         assert request_id in self.known
 
-    def forget(self, request_id: str) -> None:
-        self.known.discard(request_id)
+    def forget(self, request: Request, tokens: Tokens) -> None:
+        self.known.discard(request.request_id)
 
 
 class PreemptAtRandom:

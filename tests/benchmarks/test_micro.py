@@ -29,6 +29,7 @@ from sagellm.benchmarks.micro import (
     prefix_cache,
     router,
     scheduler_ir,
+    speculative,
 )
 from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
@@ -157,6 +158,25 @@ def test_collectives_have_every_row() -> None:
     assert all(row.value > 0 and row.timing is None for row in rows)
     with pytest.raises(UnknownNameError, match="cannot measure 'two' ranks"):
         measured(collectives.BENCHMARK, "r", tiny("two"))
+
+
+def test_proposers_have_every_row() -> None:
+    plan = tiny("suffix", speculative.PYTHON, "prompt_lookup")
+    rows = measured(speculative.BENCHMARK, "pse", plan).rows
+    cases: dict[str, tuple[int, ...]] = {f"prompt of {text}": SIZES for text in speculative.TEXTS}
+    cases |= {f"step, {text}": (64,) for text in speculative.TEXTS} | {"output of 1024 tokens ends": (1,)}
+    assert cells(rows) == {
+        (variant, case, size) for variant in plan.variants for case, sizes in cases.items() for size in sizes
+    }
+    assert {row.unit for row in rows} == {"us"}
+    with pytest.raises(UnknownNameError, match="'suffix in Python' is measured too"):
+        speculative.BENCHMARK.check("sufix")
+
+
+def test_recorded_answers_need_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAGELLM_TRACES", raising=False)
+    with pytest.raises(ConfigError, match="set SAGELLM_TRACES"):
+        measured(speculative.BENCHMARK, "r", tiny("suffix"))
 
 
 def check_timed(row: MicroBenchRow, section: str) -> None:

@@ -134,6 +134,8 @@ def test_a_proposal_has_a_probability_per_token_or_none() -> None:
     assert Proposal((1, 2)).probabilities == ()
     with pytest.raises(ValueError, match="2 tokens with 1 probabilities"):
         Proposal((1, 2), (0.5,))
+    with pytest.raises(ValueError, match="2 tokens with 3 estimates"):
+        Proposal((1, 2), acceptance=(0.5, 0.5, 0.5))
 
 
 def test_acceptance_rate_without_proposals_is_zero() -> None:

@@ -10,7 +10,7 @@ from sagellm.accel.speculative.lengths import PLAIN_STEPS, ChainLengths
 from sagellm.core.clock import ManualClock
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.speculative import Proposal
-from sagellm.core.types import Tokens
+from sagellm.core.types import Request, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from tests.builders import expected_tokens, fake_engine, request, run_all
@@ -34,14 +34,14 @@ class OftenRight:
     def __init__(self, num_prompt: int, answer: list[int], wrong: float) -> None:
         self._num_prompt, self._answer, self._wrong, self._draw = num_prompt, answer, wrong, random.Random(1)
 
-    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         drawn = len(tokens) - self._num_prompt
         right = self._answer[drawn : drawn + num_tokens]
         return Proposal(tuple((t + (self._draw.random() < self._wrong)) % 97 for t in right))
 
     def observe(self, request_id: str, num_accepted: int) -> None: ...
 
-    def forget(self, request_id: str) -> None: ...
+    def forget(self, request: Request, tokens: Tokens) -> None: ...
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,16 @@ class Scripted:
 
     token_ids: Sequence[int]
     accepted: list[tuple[str, int]] = field(default_factory=list)
-    forgotten: list[str] = field(default_factory=list)
+    forgotten: list[tuple[str, list[int]]] = field(default_factory=list)
 
-    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         return Proposal(tuple(self.token_ids))
 
     def observe(self, request_id: str, num_accepted: int) -> None:
         self.accepted.append((request_id, num_accepted))
 
-    def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
+    def forget(self, request: Request, tokens: Tokens) -> None:
+        self.forgotten.append((request.request_id, tokens.tolist()))
 
 
 def right_tokens(prompt: Iterable[int], count: int) -> list[int]:
@@ -120,7 +120,7 @@ def test_accepted_tokens_come_in_one_step() -> None:
         assert [out.new_token_ids for out in engine.step()] == [tuple(drawn)]
     assert not engine.has_work()
     assert proposer.accepted == [("a", 4), ("a", 0), ("a", 1), ("a", 1)]
-    assert proposer.forgotten == ["a"]
+    assert proposer.forgotten == [("a", [*range(5), *right])]
     speculation = engine.speculation
     assert speculation is not None
     assert (speculation.num_proposed, speculation.num_accepted) == (4 + 3 + 3 + 1, 6)
@@ -230,8 +230,8 @@ def test_a_proposed_token_outside_the_vocabulary_is_refused(token_ids: list[int]
 
 def test_the_error_of_a_proposer_is_raised_and_nothing_stays_bound() -> None:
     class Broken(Scripted):
-        def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
-            if request_id == "b":
+        def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+            if request.request_id == "b":
                 raise RuntimeError("no idea")
             return Proposal((1, 2, 3, 4))
 

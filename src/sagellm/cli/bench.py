@@ -214,6 +214,16 @@ _add_micro(
     second of one core. Takes 1 GB of memory, with --quick little.
     """,
 )
+_add_micro(
+    "speculative",
+    "proposer",
+    "Proposers, as a,b; default: all.",
+    """Measure what proposers of speculative decoding cost, and how many tokens a step settles.
+
+    Sections: p, a prompt is taken in; s, a step; e, an output comes to the shared ones; m, bytes per token;
+    r, recorded answers, without a model, from the folder that SAGELLM_TRACES names.
+    """,
+)
 
 
 @command

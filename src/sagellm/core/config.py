@@ -208,7 +208,11 @@ class SchedulerConfig(Section):
 class SpeculativeConfig(Section):
     """Speculative decoding: several tokens of a request in one step, the output unchanged."""
 
-    method: Word = key("none", "what proposes tokens: none, or prompt_lookup (n-grams of the request's own)")
+    method: Word = key(
+        "none",
+        "what proposes tokens: none, prompt_lookup (n-grams of the request's own), or suffix (own text and "
+        "earlier outputs)",
+    )
     method_options: dict[str, Any] = key({}, "options of that method")
     num_tokens: int = key(4, "most tokens proposed for a request and step", ge=1, le=64)
     adaptive: bool = key(True, "verify only proposed tokens that make decoding faster, as measured")

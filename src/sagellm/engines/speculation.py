@@ -56,7 +56,7 @@ class Speculation:
                 continue
             if self._lengths is not None and not self._lengths.may_propose(state.request_id):
                 continue
-            token_ids = self._proposer.propose(state.request_id, state.tokens, most).token_ids[:most]
+            token_ids = self._proposer.propose(state.request, state.tokens, most).token_ids[:most]
             if token_ids:
                 found.append((state, token_ids))
                 budget -= len(token_ids)
@@ -110,6 +110,6 @@ class Speculation:
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
-        self._proposer.forget(state.request_id)
+        self._proposer.forget(state.request, state.tokens)
         if self._lengths is not None:
             self._lengths.forget(state.request_id)

@@ -229,7 +229,7 @@ def test_logits_that_are_no_numbers_end_the_chain(tmp_path: Path) -> None:
     assert result.num_accepted == (2,)
 
 
-def test_texts_with_prompt_lookup_are_those_without() -> None:
+def test_texts_with_a_proposer_are_those_without() -> None:
     """The demo model, greedy and sampled, with stop strings, log-probabilities and several choices."""
     prompts = ["one two one two one two one", "The cat sat. The cat sat. The", "x"]
     settings = {"scheduler.max_num_seqs": 4, "scheduler.max_batched_tokens": 32, "kv.num_blocks": 96}
@@ -264,8 +264,8 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
 
     plain, none = texts("none", overlap=False)
     assert none == 0
-    for overlap in (False, True):
-        found, num_accepted = texts("prompt_lookup", overlap)
+    for method, overlap in (("prompt_lookup", False), ("prompt_lookup", True), ("suffix", False)):
+        found, num_accepted = texts(method, overlap)
         assert found == plain
         assert num_accepted > 20
 

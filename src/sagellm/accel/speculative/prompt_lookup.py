@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sagellm.core.protocols.speculative import Proposal
-from sagellm.core.types import Tokens
+from sagellm.core.types import Request, Tokens
 
 
 class PromptLookup:
@@ -27,11 +27,11 @@ class PromptLookup:
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._indexes: dict[str, NgramIndex] = {}
 
-    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         """The tokens behind the place of the last n-gram."""
-        index = self._indexes.get(request_id)
+        index = self._indexes.get(request.request_id)
         if index is None:
-            index = self._indexes[request_id] = NgramIndex({length: {} for length in self._lengths})
+            index = self._indexes[request.request_id] = NgramIndex({length: {} for length in self._lengths})
         index.extend(tokens)
         start = index.find(tokens)
         if start is None:
@@ -44,8 +44,8 @@ class PromptLookup:
     def observe(self, request_id: str, num_accepted: int) -> None:
         """Nothing is learned from it."""
 
-    def forget(self, request_id: str) -> None:
-        self._indexes.pop(request_id, None)
+    def forget(self, request: Request, tokens: Tokens) -> None:
+        self._indexes.pop(request.request_id, None)
 
 
 @dataclass(slots=True)

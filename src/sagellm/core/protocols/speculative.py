@@ -9,23 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.types import Request, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Tokens that may follow one sequence; empty when the proposer has nothing to say.
 
-    `probabilities[i]` is the proposer's probability of `token_ids[i]`; empty for proposers that choose
-    without one (n-gram, suffix), which count as certain.
+    `probabilities[i]` is the probability with which the proposer has drawn `token_ids[i]`, for rejection
+    sampling; empty for proposers that draw nothing (n-gram, suffix), whose tokens count as certain.
+    `acceptance[i]` is the estimated chance that the model accepts `token_ids[i]`, once it has accepted those
+    before it; empty for proposers that estimate none. It decides how many tokens are worth a step, and no
+    output depends on it.
     """
 
     token_ids: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.probabilities and len(self.probabilities) != len(self.token_ids):
-            raise ValueError(f"{len(self.token_ids)} tokens with {len(self.probabilities)} probabilities")
+        count = len(self.token_ids)
+        if self.probabilities and len(self.probabilities) != count:
+            raise ValueError(f"{count} tokens with {len(self.probabilities)} probabilities")
+        if self.acceptance and len(self.acceptance) != count:
+            raise ValueError(f"{count} tokens with {len(self.acceptance)} estimates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,16 @@ class SpeculativeResult:
 class Proposer(Protocol):
     """Proposes what follows the tokens of running requests. Must be cheap: it runs on every step.
 
-    It may keep what it likes of a request between two calls, by id, until `forget`.
+    It may keep what it likes of a request between two calls, by `request_id`, until `forget`; what it learns
+    from a request beyond that serves requests of the same namespace alone: a proposal shows in the time of an
+    answer what others were answered.
     """
 
-    def propose(self, request_id: str, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         """At most `num_tokens` tokens to follow, perhaps none, all in the vocabulary.
 
-        `tokens`: prompt and output so far. Those of the last call of this request are the first of them.
+        `tokens`: the prompt of the request and its output so far. Those of the last call of this request are
+        the first of them.
         """
 
     def observe(self, request_id: str, num_accepted: int) -> None:
@@ -69,8 +79,8 @@ class Proposer(Protocol):
         The engine may have cut the proposal short before, for lack of budget or memory.
         """
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended. It may never have been asked about."""
+    def forget(self, request: Request, tokens: Tokens) -> None:
+        """The request has ended with these tokens, prompt and output. It may never have been asked about."""
 
 
 class Verifier(Protocol):

@@ -14,10 +14,14 @@ from sagellm.core.config import SpeculativeConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.speculative import Proposer
 from sagellm.core.registry import registry
-from sagellm.core.types import CapabilityDescriptor, Tokens
+from sagellm.core.types import CapabilityDescriptor, Request, Tokens
 from sagellm.engines.build import build_speculation
 
 ABLE = CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8, features=frozenset({"speculative_decoding"}))
+
+
+def asked(name: str = "a") -> Request:
+    return Request(name, Tokens([1]))
 
 
 def scanned(tokens: list[int], num_tokens: int, longest: int, shortest: int) -> list[int]:
@@ -45,25 +49,25 @@ def test_the_index_finds_what_a_scan_finds(
     tokens = Tokens()
     for part in parts:
         tokens.extend(part)
-        proposed = proposer.propose("a", tokens, num_tokens).token_ids
+        proposed = proposer.propose(asked(), tokens, num_tokens).token_ids
         assert list(proposed) == scanned(tokens.tolist(), num_tokens, longest, shortest)
 
 
 def test_requests_are_apart_and_forgotten() -> None:
     lookup = PromptLookup(2, 2)
     text = Tokens([1, 2, 3, 1, 2])
-    assert lookup.propose("a", text, 2).token_ids == (3, 1)
-    assert lookup.propose("b", Tokens([7, 1, 2]), 2).token_ids == ()
+    assert lookup.propose(asked(), text, 2).token_ids == (3, 1)
+    assert lookup.propose(asked("b"), Tokens([7, 1, 2]), 2).token_ids == ()
     lookup.observe("a", 1)
-    lookup.forget("a")
-    lookup.forget("never seen")
+    lookup.forget(asked(), text)
+    lookup.forget(asked("never seen"), text)
     assert list(lookup._indexes) == ["b"]
-    assert lookup.propose("a", Tokens([5, 5, 5]), 3).token_ids == (5, 5, 5)
+    assert lookup.propose(asked(), Tokens([5, 5, 5]), 3).token_ids == (5, 5, 5)
 
 
 def test_a_step_looks_at_new_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup, tokens = PromptLookup(), Tokens(random.Random(1).choices(range(50), k=20_000))
-    lookup.propose("a", tokens, 4)
+    lookup.propose(asked(), tokens, 4)
     tokens.append(3)
     sliced: list[int] = []
     plain = Tokens.slice
@@ -73,13 +77,13 @@ def test_a_step_looks_at_new_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> No
         return plain(self, start, stop)
 
     monkeypatch.setattr(Tokens, "slice", slice_)
-    lookup.propose("a", tokens, 4)
+    lookup.propose(asked(), tokens, 4)
     assert sum(sliced) < 20
 
 
 def test_the_size_of_the_index_is_as_documented() -> None:
     lookup, tokens = PromptLookup(3, 3), Tokens(random.Random(1).choices(range(30_000), k=20_000))
-    lookup.propose("a", tokens, 4)
+    lookup.propose(asked(), tokens, 4)
     places = lookup._indexes["a"].positions[3]
     size = sys.getsizeof(places) + sum(sys.getsizeof(key) + 4 * 28 for key in places)
     assert 150 < size / len(tokens) < 350
@@ -92,7 +96,7 @@ def test_lengths_that_make_no_sense(longest: int, shortest: int) -> None:
 
 
 def test_it_is_built_by_name() -> None:
-    assert registry("proposer").names() == ["prompt_lookup"]
+    assert registry("proposer").names() == ["prompt_lookup", "suffix"]
     assert build_speculation(SpeculativeConfig(), ABLE) is None
     made = build_speculation(SpeculativeConfig(method="prompt_lookup", num_tokens=7), ABLE)
     assert made is not None
