@@ -13,7 +13,7 @@ computed.
 Printed: prompt tokens per second in windows of `--cycles` cycles over the hot prompts, and the largest
 deviation from their mean; failed promotions, which are the blocks of hot prompts that were computed again,
 over these and those that were loaded; growth of resident memory from the first window's end to the last
-one's.
+one's; and CPU time of the engine's thread in calls of the tiers, summed for each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,49 @@ class Window:
         return self.num_tokens / self.spent_s
 
 
+class TierCalls:
+    """CPU time of this thread in calls of an engine's tiers. Summed for each step, in ns."""
+
+    NAMES = ("offer", "request", "start_loads", "cancel", "poll")
+
+    def __init__(self, engine: Engine) -> None:
+        self.by_step: list[int] = []
+        self._spent_ns, self._is_inside = 0, False
+        for name in self.NAMES:
+            setattr(engine.kv.tiers, name, self._timed(getattr(engine.kv.tiers, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            if self._is_inside:
+                return call(*args, **options)
+            self._is_inside, began_ns = True, time.thread_time_ns()
+            try:
+                return call(*args, **options)
+            finally:
+                self._spent_ns += time.thread_time_ns() - began_ns
+                self._is_inside = False
+
+        return timed
+
+    def step_ended(self) -> None:
+        self.by_step.append(self._spent_ns)
+        self._spent_ns = 0
+
+    def figures(self) -> dict[str, float]:
+        ordered = sorted(self.by_step)
+        return {
+            "steps": len(ordered),
+            "tier_calls_p50_ms": ordered[len(ordered) // 2] / 1e6,
+            "tier_calls_p99_ms": ordered[len(ordered) * 99 // 100] / 1e6,
+            "tier_calls_max_ms": ordered[-1] / 1e6,
+        }
+
+
 class Workload:
     """Asks an engine for hot prompts with new ends, and keeps what it found."""
 
     def __init__(self, engine: Engine, num_hot: int, num_tokens: int, num_tail: int, num_answer: int) -> None:
-        self.engine, self._num_tail = engine, num_tail
+        self.engine, self._num_tail, self.calls = engine, num_tail, TierCalls(engine)
         self._params = SamplingParams(max_tokens=num_answer, temperature=0.0, ignore_eos=True)
         self._rng, self._num_asked = random.Random(0), 0
         self._hot = [self._drawn(num_tokens) for _ in range(num_hot)]
@@ -98,7 +136,9 @@ class Workload:
                 num_open += 1
             if not num_open:
                 return num_tokens, num_failed
-            for output in self.engine.step():
+            outputs = self.engine.step()
+            self.calls.step_ended()
+            for output in outputs:
                 self._check(prompts[output.request_id], output.new_token_ids)
                 if output.finish_reason is not None:
                     if output.finish_reason is not FinishReason.LENGTH:
@@ -175,6 +215,7 @@ def endure(work: Workload, minutes: float, num_cycles: int) -> list[Window]:
     while not work.is_warm:
         work.cycle()
         num_warm_up += 1
+    work.calls.by_step.clear()
     print(f"warm-up: {num_warm_up} cycles, {time.perf_counter() - began_s:.0f} s", flush=True)
     windows, until_s = list[Window](), time.perf_counter() + 60 * minutes
     while len(windows) < 2 or time.perf_counter() < until_s:
@@ -230,7 +271,7 @@ def main() -> None:
         assert engine.kv.tiers is not None
         states = [state._asdict() for state in engine.kv.tiers.states()]
         engine.close()
-    result = summary(windows)
+    result = summary(windows) | work.calls.figures()
     print({name: round(value, 4) for name, value in result.items()})
     print(*states, sep="\n")
     if asked.out is not None:

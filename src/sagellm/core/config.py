@@ -211,6 +211,7 @@ class SpeculativeConfig(Section):
     method: Word = key("none", "what proposes tokens: none, or prompt_lookup (n-grams of the request's own)")
     method_options: dict[str, Any] = key({}, "options of that method")
     num_tokens: int = key(4, "most tokens proposed for a request and step", ge=1, le=64)
+    adaptive: bool = key(True, "verify only proposed tokens that make decoding faster, as measured")
 
 
 class EngineConfig(Section):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import Clock
 from sagellm.core.config import Config, KVConfig, SchedulerConfig, SpeculativeConfig
 from sagellm.core.config_layers import (
@@ -223,7 +224,7 @@ def build_speculation(config: SpeculativeConfig, capability: CapabilityDescripto
             "speculative.method to none"
         )
     proposer = registry("proposer").create_from({**config.method_options, "name": config.method})
-    return Speculation(proposer, config.num_tokens)
+    return Speculation(proposer, config.num_tokens, ChainLengths() if config.adaptive else None)
 
 
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:

@@ -39,6 +39,7 @@ from sagellm.core.protocols.engine import (
     InferenceBackend,
     PinnedPrefix,
     PromptExplanation,
+    SpeculationCounts,
     TokenCopies,
 )
 from sagellm.core.protocols.eviction import EvictionPolicy
@@ -246,8 +247,7 @@ class Engine:
             pass_time_s=dict(self.scheduler.pass_time_s),
             reuse_by_tenant={} if kv.metrics is None else kv.metrics.by_tenant(),
             expert_rows=expert_rows(),
-            num_proposed_tokens=speculation.num_proposed if speculation else 0,
-            num_accepted_tokens=speculation.num_accepted if speculation else 0,
+            speculation=SpeculationCounts() if speculation is None else speculation.counts(),
             checkpoints={} if kv.checkpoints is None else kv.checkpoints.counts(),
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
@@ -534,8 +534,8 @@ class Engine:
         if current.decoding:
             plan, result = current.reorder(result)
         self.last_plan = plan
-        if self.speculation is not None and plan.chains:
-            self.speculation.observe(current.binding.draft, plan, result)
+        if self.speculation is not None:
+            self.speculation.observe(current.binding.draft, plan, result, self.last_step.duration_s)
         ended = self._committer.commit(
             current.binding, plan, result, self._outputs, self.clock.now(), self._num_given_ahead()
         )

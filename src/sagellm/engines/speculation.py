@@ -7,8 +7,10 @@ own token and only equal ones count; a wrong proposal costs computing time and n
 
 from __future__ import annotations
 
+from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.binding import Binding
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.protocols.engine import SpeculationCounts
 from sagellm.core.protocols.speculative import Proposer
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
@@ -16,14 +18,27 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
 class Speculation:
     """Owns a proposer for the life of an engine. `num_tokens`: the most that it may propose for a request and
-    step, unless a pass sets another number. Counts what was proposed and accepted."""
+    step, unless a pass sets another number. `lengths` decides how many of them are verified; None: all."""
 
-    def __init__(self, proposer: Proposer, num_tokens: int) -> None:
+    def __init__(self, proposer: Proposer, num_tokens: int, lengths: ChainLengths | None = None) -> None:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}: leave the proposer out")
         self.num_tokens = num_tokens
-        self.num_proposed = self.num_accepted = 0
-        self._proposer = proposer
+        self._proposed: list[int] = []
+        self._accepted: list[int] = []
+        self._saved_s = 0.0
+        self._proposer, self._lengths = proposer, lengths
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(self._proposed)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self._accepted)
+
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts(tuple(self._proposed), tuple(self._accepted), self._saved_s)
 
     def propose(self, binding: Binding, decodes: DecodeBatch, kv: KVCacheManager) -> None:
         """Fill the proposals of a bound draft.
@@ -34,27 +49,67 @@ class Speculation:
         """
         draft = binding.draft
         budget = draft.token_budget - draft.num_tokens
-        spare_blocks = kv.quotes.available_blocks() - len(decodes)
+        found: list[tuple[RequestState, tuple[int, ...]]] = []
         for state, remaining in zip(decodes.states, decodes.remaining(), strict=True):
             most = min(draft.num_draft_tokens, budget, remaining - 1)
             if most < 1 or state.request_id in draft.skipped_decodes:
                 continue
+            if self._lengths is not None and not self._lengths.may_propose(state.request_id):
+                continue
             token_ids = self._proposer.propose(state.request_id, state.tokens, most).token_ids[:most]
+            if token_ids:
+                found.append((state, token_ids))
+                budget -= len(token_ids)
+        if found and self._lengths is not None:
+            found = self._shortened(found, draft, self._lengths)
+        spare_blocks = kv.quotes.available_blocks() - len(decodes)
+        for state, token_ids in found:
             num_bound = len(binding.appended_to)
             token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids), spare_blocks)]
             spare_blocks -= len(binding.appended_to) - num_bound
             if token_ids:
                 draft.proposals[state] = token_ids
-                budget -= len(token_ids)
 
-    def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult) -> None:
-        """The step has been executed. Comes before its commit, while all its requests are in their rows."""
+    @staticmethod
+    def _shortened(
+        found: list[tuple[RequestState, tuple[int, ...]]], draft: Draft, lengths: ChainLengths
+    ) -> list[tuple[RequestState, tuple[int, ...]]]:
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks.values())
+        asked = [(state.request_id, len(token_ids)) for state, token_ids in found]
+        chosen = lengths.choose(asked, draft.num_decodes, num_prompt_tokens)
+        return [(state, ids[:number]) for (state, ids), number in zip(found, chosen, strict=True) if number]
+
+    def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, spent_s: float) -> None:
+        """The step has been executed in `spent_s`. Comes before its commit, while all its requests are in
+        their rows."""
+        if self._lengths is not None:
+            num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
+            self._lengths.step_took(num_rows, plan.num_prefill_tokens, num_proposed, spent_s)
+        if not plan.chains:
+            return
         names = {state.row: state.request_id for state in draft.proposals}
         for chain, num_accepted in zip(plan.chains, result.num_accepted, strict=True):
-            self.num_proposed += len(chain.token_ids)
-            self.num_accepted += num_accepted
-            self._proposer.observe(names[chain.row], num_accepted)
+            name, num_proposed = names[chain.row], len(chain.token_ids)
+            self._count(num_proposed, num_accepted)
+            self._proposer.observe(name, num_accepted)
+            if self._lengths is not None:
+                self._lengths.verified(name, num_proposed, num_accepted)
+        if self._lengths is not None:
+            plain_s = self._lengths.times.seconds(plan.num_tokens - plan.num_proposed_tokens)
+            steps = sum(result.num_accepted) / len(plan.decode_rows)
+            self._saved_s += (1 + steps) * plain_s - spent_s
+
+    def _count(self, num_proposed: int, num_accepted: int) -> None:
+        """Positions behind the first refused one are proposed, and not accepted."""
+        missing = num_proposed - len(self._proposed)
+        self._proposed += [0] * missing
+        self._accepted += [0] * missing
+        for position in range(num_proposed):
+            self._proposed[position] += 1
+            self._accepted[position] += position < num_accepted
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
         self._proposer.forget(state.request_id)
+        if self._lengths is not None:
+            self._lengths.forget(state.request_id)

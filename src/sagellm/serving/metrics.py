@@ -143,10 +143,12 @@ class ServerMetrics(Collector):
         yield self._gauge("kv_pinned_blocks", "KV blocks that pinned prefixes hold", found.num_pinned_blocks)
         text = "Time spent in each scheduling pass"
         yield self._count("scheduler_pass_seconds", text, found.pass_time_s, "pass")
-        text = "Tokens that were proposed by speculative decoding"
-        yield self._count("proposed_tokens", text, found.num_proposed_tokens)
-        text = "Proposed tokens that the model has accepted"
-        yield self._count("accepted_tokens", text, found.num_accepted_tokens)
+        text = "Tokens that were proposed by speculative decoding, by position behind the last token"
+        yield self._count("proposed_tokens", text, _by_position(found.speculation.proposed), "position")
+        text = "Proposed tokens that the model has accepted, by position behind the last token"
+        yield self._count("accepted_tokens", text, _by_position(found.speculation.accepted), "position")
+        text = "Decoding time saved by speculative decoding, less what its steps took longer"
+        yield self._gauge("speculation_saved_seconds", text, found.speculation.saved_s)
         if found.checkpoints:
             text = "Checkpoints of recurrent states in the prefix cache"
             yield self._gauge("kv_checkpoints", text, found.checkpoints["resident"])
@@ -241,3 +243,8 @@ class ServerMetrics(Collector):
         else:
             family.add_metric((self._model,), values)
         return family
+
+
+def _by_position(counts: Sequence[int]) -> dict[str, int]:
+    """The first position has a value before anything is proposed."""
+    return {str(position): count for position, count in enumerate(counts or (0,))}

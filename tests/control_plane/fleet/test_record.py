@@ -105,7 +105,7 @@ def test_a_prefix_that_is_fetched_and_sent_on_counts_twice(record: InstanceRecor
 
 def test_what_is_a_failure(clock: ManualClock, record: InstanceRecord) -> None:
     record.take(RequestRefused("a", SageError("no such parameter")))  # the request's own fault
-    assert record.failed_s is None
+    assert record.last_failure == ""
     clock.advance(3.0)
     record.take(RequestRefused("a", SageError("the stream broke"), again=True))
     assert (record.last_failure, record.failed_s) == ("a request failed: the stream broke", clock.now())

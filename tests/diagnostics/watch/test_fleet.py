@@ -117,7 +117,7 @@ def test_growth_begins_with_the_watch_and_goes_on_after_a_restart() -> None:
     growth = FleetGrowth()
 
     def seen(**counts: int) -> dict[str, Any]:
-        status = fleet(instance("a-0", **counts))
+        status = fleet(instance("a-0", "ready", **counts))
         growth.update(status)
         [found] = growth.applied(status)["instances"]
         return dict(found)

@@ -240,7 +240,15 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
     ]
 
     def texts(method: str, overlap: bool) -> tuple[list[object], int]:
-        llm = load(None, {**settings, "speculative.method": method, "engine.overlap": overlap})
+        llm = load(
+            None,
+            {
+                **settings,
+                "speculative.method": method,
+                "engine.overlap": overlap,
+                "speculative.adaptive": False,
+            },
+        )
         found: list[object] = []
         for one in params:
             for completion in llm.generate(prompts, one):
@@ -248,8 +256,9 @@ def test_texts_with_prompt_lookup_are_those_without() -> None:
                 for choice in completion.choices:
                     ids = [entry.token_id for entry in choice.logprobs]
                     found.append((choice.text, choice.token_ids, choice.finish_reason, ids))
-        num_accepted = llm.diagnostics().num_accepted_tokens
-        assert num_accepted <= llm.diagnostics().num_proposed_tokens
+        counts = llm.diagnostics().speculation
+        num_accepted = sum(counts.accepted)
+        assert num_accepted <= sum(counts.proposed)
         llm.close()
         return found, num_accepted
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from sagellm.core.kv_hints import HintOutcome, HintStatus
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, SpeculationCounts
 from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, TenantReuse
 
@@ -73,8 +74,7 @@ def summed_diagnostics(
         pass_time_s=_added([each.pass_time_s for each in known]),
         reuse_by_tenant=_by_tenant([each.reuse_by_tenant for each in known]),
         expert_rows=_rows([each.expert_rows for each in known]),
-        num_proposed_tokens=sum(each.num_proposed_tokens for each in known),
-        num_accepted_tokens=sum(each.num_accepted_tokens for each in known),
+        speculation=_speculation([each.speculation for each in known]),
         checkpoints=_added([each.checkpoints for each in known]),
         tiers=_tiers([state for each in known for state in each.tiers]),
         num_kv_waits=sum(each.num_kv_waits for each in known),
@@ -82,6 +82,13 @@ def summed_diagnostics(
         step_s=sum(each.step_s for each in known),
         communication_s=sum(spent) if spent else None,
     )
+
+
+def _speculation(known: Sequence[SpeculationCounts]) -> SpeculationCounts:
+    proposed = zip_longest(*(each.proposed for each in known), fillvalue=0)
+    accepted = zip_longest(*(each.accepted for each in known), fillvalue=0)
+    saved_s = sum(each.saved_s for each in known)
+    return SpeculationCounts(tuple(map(sum, proposed)), tuple(map(sum, accepted)), saved_s)
 
 
 def _added(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

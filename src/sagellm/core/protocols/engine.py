@@ -34,6 +34,19 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Tokens that were proposed and accepted, by position in their chain.
+
+    `saved_s`: time of decoding steps that accepted tokens saved, less what steps with chains took longer;
+    negative if it has lost time, 0 where it is not measured.
+    """
+
+    proposed: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    saved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDiagnostics:
     """Figures for an operator that are too costly to gather in each step.
 
@@ -41,9 +54,8 @@ class EngineDiagnostics:
     `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
-    `expert_rows`: by layer, how many rows each of its experts has computed. `num_proposed_tokens`, and how
-    many of these the model has accepted: with speculative decoding. `checkpoints`: `resident`, `made` and
-    `evicted` checkpoints of recurrent states; empty for a model without such states. `tiers`: memory below
+    `expert_rows`: by layer, how many rows each of its experts has computed. `checkpoints`: `resident`,
+    `made` and `evicted` checkpoints of recurrent states; empty for a model without any. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
     `num_approximate_tokens`: tokens whose KV was copied from another position. `step_s`: seconds
     that the backend has computed. `communication_s`: those of them that the first of several ranks has spent
@@ -58,8 +70,7 @@ class EngineDiagnostics:
     pass_time_s: Mapping[str, float] = field(default_factory=dict)
     reuse_by_tenant: Mapping[str, TenantReuse] = field(default_factory=dict)
     expert_rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    num_proposed_tokens: int = 0
-    num_accepted_tokens: int = 0
+    speculation: SpeculationCounts = SpeculationCounts()
     checkpoints: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[TierState] = ()
     num_kv_waits: int = 0

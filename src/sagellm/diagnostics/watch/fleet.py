@@ -97,7 +97,7 @@ def _total(instances: Sequence[Status]) -> Status:
 
 def _weighted(instances: Sequence[Status], name: str) -> float:
     num_blocks = sum(int(each["num_blocks"]) for each in instances)
-    return sum(float(each[name]) * each["num_blocks"] for each in instances) / max(1, num_blocks)
+    return sum(float(each[name]) * int(each["num_blocks"]) for each in instances) / max(1, num_blocks)
 
 
 def fleet_lines(status: Status) -> Iterator[str]:

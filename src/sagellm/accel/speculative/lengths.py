@@ -1,0 +1,205 @@
+"""`ChainLengths`: how many proposed tokens of each request a step verifies.
+
+A proposed token counts with the chance that it and those before it are accepted, and makes the step longer.
+Both are learned while the engine runs, and the chains with most expected tokens per second are chosen. What
+a chain is expected to give is the sum of Leviathan et al. (2023), with a chance for each request.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+FIRST_RATE = 0.7
+"""The chance of acceptance, before anything was verified."""
+PRIOR_TOKENS = 2.0
+"""A request's own chance counts as much as the server's once it has verified so many tokens."""
+KEPT, KEPT_BY_SERVER = 0.9, 0.99
+"""What is kept of the counts at each verification: of a request, of all."""
+LEAST_GAIN = 0.02
+"""Tokens for each request with a chain that a step must gain at least: times are noisy."""
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128
+"""Steps until a request whose chains do not pay is tried again. They double with each trial."""
+TRIED_TOKENS = 1
+"""Proposed tokens of a trial, which is made although it is not expected to pay."""
+PLAIN_STEPS, PLAIN_EVERY = 3, 100
+"""Chains are compared with at least so many steps without any, and one is made again after so many steps."""
+EXACT_POSITIONS, PARTS_OF_OCTAVE = 64, 16
+NUM_SAMPLES = 9
+LEVEL_WEIGHT = 0.1
+
+
+class VerifyTimes:
+    """Seconds of a step by its number of positions, learned from steps.
+
+    Sizes up to 64 are kept apart, larger ones in 16 classes for each power of two. A class has the median of
+    its last samples, relative to a level that follows slow changes (a context that grows, other load).
+    """
+
+    def __init__(self) -> None:
+        self._level_s = 0.0
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._classes: list[int] = []
+        self._sizes: list[float] = []
+        self._ratios: list[float] = []
+        """By class, its samples' mean size and median ratio to the level."""
+
+    def observe(self, num_positions: int, seconds: float) -> None:
+        """Ignores what took no time, as with a scripted clock."""
+        if seconds <= 0 or num_positions < 1:
+            return
+        if not self._samples:
+            self._level_s = seconds
+        size_class = _size_class(num_positions)
+        place = bisect.bisect_left(self._classes, size_class)
+        if size_class not in self._samples:
+            self._samples[size_class] = deque(maxlen=NUM_SAMPLES)
+            self._classes.insert(place, size_class)
+            self._sizes.insert(place, 0.0)
+            self._ratios.insert(place, 0.0)
+        samples = self._samples[size_class]
+        samples.append((num_positions, seconds / self._level_s))
+        self._sizes[place] = fmean(size for size, _ in samples)
+        self._ratios[place] = ratio = median(each for _, each in samples)
+        now_s = min(max(seconds / ratio, self._level_s / 2), self._level_s * 2)
+        self._level_s += LEVEL_WEIGHT * (now_s - self._level_s)
+
+    def seconds(self, num_positions: int) -> float:
+        """Between known sizes a line; beyond them as long as the nearest. 0 before the first step."""
+        above = bisect.bisect_left(self._sizes, num_positions)
+        if above == len(self._sizes):
+            return self._level_s * self._ratios[-1] if self._ratios else 0.0
+        if above == 0:
+            return self._level_s * self._ratios[0]
+        low, high = self._sizes[above - 1], self._sizes[above]
+        part = (num_positions - low) / (high - low)
+        return self._level_s * ((1 - part) * self._ratios[above - 1] + part * self._ratios[above])
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Proposed tokens that were decided on, and accepted ones; old ones fade."""
+
+    num_decided: float = 0.0
+    num_accepted: float = 0.0
+
+    def add(self, num_proposed: int, num_accepted: int, kept: float) -> None:
+        decided = num_accepted + (num_accepted < num_proposed)
+        self.num_decided = kept * self.num_decided + decided
+        self.num_accepted = kept * self.num_accepted + num_accepted
+
+    def rate(self, prior: float) -> float:
+        return (self.num_accepted + PRIOR_TOKENS * prior) / (self.num_decided + PRIOR_TOKENS)
+
+
+@dataclass(slots=True)
+class _Request:
+    """`wait`: steps until it is asked again. `pause`: the last such number, 0 while its chains pay."""
+
+    counts: _Counts
+    wait: int = 0
+    pause: int = 0
+
+
+class ChainLengths:
+    """Owns what an engine knows of acceptance and of step times."""
+
+    def __init__(self) -> None:
+        self.times = VerifyTimes()
+        self._all = _Counts()
+        self._requests: dict[str, _Request] = {}
+        self._num_steps = 0
+        self._plain: dict[int, tuple[int, int]] = {}
+        """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
+
+    def step_took(self, num_rows: int, num_prompt_tokens: int, num_proposed: int, seconds: float) -> None:
+        """Learn from an executed step: its positions are the sum of the three numbers."""
+        self._num_steps += 1
+        self.times.observe(num_rows + num_prompt_tokens + num_proposed, seconds)
+        if not num_prompt_tokens and not num_proposed:
+            num_before, _ = self._plain.get(num_rows.bit_length(), (0, 0))
+            self._plain[num_rows.bit_length()] = num_before + 1, self._num_steps
+
+    def may_propose(self, request_id: str) -> bool:
+        """Whether to ask the proposer in this step. Each call shortens a pause by one."""
+        request = self._requests.get(request_id)
+        if request is None or not request.wait:
+            return True
+        request.wait -= 1
+        return False
+
+    def choose(
+        self, proposals: Sequence[tuple[str, int]], num_rows: int, num_prompt_tokens: int
+    ) -> list[int]:
+        """How many tokens of each proposal to verify. `proposals`: request ids and numbers of tokens.
+
+        The step has `num_rows` requests in decode and so many prompt tokens. Takes proposed tokens in the
+        order of their chances, as many as make most tokens per second; prompt tokens count too, so chains do
+        not hold up prompts. A request that gets none pauses, and is tried with one token afterwards.
+        Costs O(n log n) in the proposed tokens.
+        """
+        if not num_prompt_tokens and self._needs_plain_step(num_rows):
+            return [0] * len(proposals)
+        num_others, prior = num_rows + num_prompt_tokens, self._all.rate(FIRST_RATE)
+        chances: list[tuple[float, int]] = []
+        for index, (name, most) in enumerate(proposals):
+            rate = chance = min(self._request(name).counts.rate(prior), 0.999)
+            for _ in range(most):
+                chances.append((chance, index))
+                chance *= rate
+        chances.sort(reverse=True)
+        speed = num_others / (self.times.seconds(num_others) or 1.0)
+        num_best, expected, gain = 0, float(num_others), 0.0
+        for number, (chance, _) in enumerate(chances, 1):
+            expected += chance
+            now = expected / (self.times.seconds(num_others + number) or 1.0)
+            if now >= speed:
+                num_best, speed, gain = number, now, expected - num_others
+        longer_s = self.times.seconds(num_others + num_best) - self.times.seconds(num_others)
+        if gain - longer_s * speed < LEAST_GAIN * len(proposals):
+            num_best = 0
+        lengths = Counter(index for _, index in chances[:num_best])
+        return [self._with_pause(name, lengths[index]) for index, (name, _) in enumerate(proposals)]
+
+    def _needs_plain_step(self, num_rows: int) -> bool:
+        count, last = self._plain.get(num_rows.bit_length(), (0, 0))
+        return count < PLAIN_STEPS or self._num_steps - last > PLAIN_EVERY
+
+    def verified(self, request_id: str, num_proposed: int, num_accepted: int) -> None:
+        """A step has verified so many tokens of the request."""
+        self._all.add(num_proposed, num_accepted, KEPT_BY_SERVER)
+        self._request(request_id).counts.add(num_proposed, num_accepted, KEPT)
+
+    def rate(self, request_id: str) -> float:
+        """The chance that a token is accepted if those before it are."""
+        request = self._requests.get(request_id)
+        prior = self._all.rate(FIRST_RATE)
+        return prior if request is None else request.counts.rate(prior)
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def _request(self, request_id: str) -> _Request:
+        return self._requests.setdefault(request_id, _Request(_Counts()))
+
+    def _with_pause(self, request_id: str, length: int) -> int:
+        """The length, or that of a trial. Starts a pause for a request whose chain does not pay."""
+        request = self._request(request_id)
+        if length:
+            request.pause = 0
+            return length
+        is_trial = request.pause > 0
+        request.pause = min(LONGEST_PAUSE, 2 * request.pause) if is_trial else FIRST_PAUSE
+        request.wait = request.pause
+        return TRIED_TOKENS if is_trial else 0
+
+
+def _size_class(num_positions: int) -> int:
+    """The number itself up to 64. Above, each power of two has 16 classes."""
+    if num_positions <= EXACT_POSITIONS:
+        return num_positions
+    width = (1 << (num_positions.bit_length() - 1)) // PARTS_OF_OCTAVE
+    return num_positions // width * width

@@ -1,0 +1,169 @@
+"""How many proposed tokens are verified: beside every other choice, and against a machine that is known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagellm.accel.speculative.lengths import (
+    FIRST_PAUSE,
+    PLAIN_EVERY,
+    PLAIN_STEPS,
+    ChainLengths,
+    VerifyTimes,
+)
+
+Seconds = Callable[[int], float]
+
+
+def flat(num_positions: int) -> float:
+    """Bound by memory bandwidth, as bfloat16 weights on a CPU: 8 positions for 1.06 times the time of one."""
+    return 0.010 * (1 + 0.06 * (num_positions - 1) / 7)
+
+
+def stepwise(num_positions: int) -> float:
+    """As int4 weights: 8 positions take 3.5 to 4.4 times as long as one."""
+    return 0.010 if num_positions == 1 else 0.035 + 0.0013 * (num_positions - 1)
+
+
+def linear(num_positions: int) -> float:
+    """Bound by computing."""
+    return 0.010 * num_positions
+
+
+def learned(seconds: Seconds, sizes: range, num_rows: int = 1) -> ChainLengths:
+    lengths = ChainLengths()
+    for _ in range(PLAIN_STEPS):
+        lengths.step_took(num_rows, 0, 0, seconds(num_rows))
+    for size in sizes:
+        lengths.step_took(num_rows, 0, size - num_rows, seconds(size))
+    return lengths
+
+
+def test_times_are_the_median_of_what_was_seen() -> None:
+    times = VerifyTimes()
+    assert times.seconds(3) == 0.0
+    for seconds in (0.5, 0.01, 0.01, 0.01):  # the first step compiles
+        times.observe(1, seconds)
+    for _ in range(40):
+        times.observe(1, 0.01)
+        times.observe(5, 0.02)
+    assert times.seconds(1) == pytest.approx(0.01, rel=0.02)
+    assert times.seconds(3) == pytest.approx(0.015, rel=0.02)
+    assert times.seconds(5) == times.seconds(64) == pytest.approx(0.02, rel=0.02)
+    times.observe(5, 0.0)
+    assert times.seconds(5) == pytest.approx(0.02, rel=0.02)
+
+
+def test_times_follow_a_context_that_grows() -> None:
+    times = VerifyTimes()
+    for step in range(400):
+        slower = 1 + step / 200
+        times.observe(1, 0.01 * slower)
+        times.observe(4, 0.02 * slower)
+    assert times.seconds(1) == pytest.approx(0.03, rel=0.1)
+    assert times.seconds(4) / times.seconds(1) == pytest.approx(2, rel=0.1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(1, 4)), min_size=1, max_size=4),
+    st.lists(st.floats(0.001, 0.1), min_size=20, max_size=20),
+    st.integers(0, 3),
+)
+def test_no_other_lengths_are_faster(
+    requests: list[tuple[float, int]], seconds: list[float], num_others: int
+) -> None:
+    """Of all lengths of all chains, those are chosen with the most expected tokens per second."""
+    num_rows = len(requests) + num_others
+    lengths = ChainLengths()
+    for _ in range(PLAIN_STEPS):
+        lengths.step_took(num_rows, 0, 0, seconds[0])
+    for size in range(1, 20):
+        lengths.times.observe(num_rows + size, seconds[size])
+    for index, (rate, _) in enumerate(requests):
+        for _ in range(60):
+            lengths.verified(str(index), 100, round(100 * rate))
+    rates = [min(lengths.rate(str(index)), 0.999) for index in range(len(requests))]
+
+    def speed(chosen: tuple[int, ...]) -> float:
+        gained = sum(sum(rate**i for i in range(1, n + 1)) for rate, n in zip(rates, chosen, strict=True))
+        return (num_rows + gained) / lengths.times.seconds(num_rows + sum(chosen))
+
+    found = lengths.choose([(str(i), most) for i, (_, most) in enumerate(requests)], num_rows, 0)
+    best = max(map(speed, itertools.product(*(range(most + 1) for _, most in requests))))
+    if sum(found):
+        assert speed(tuple(found)) == pytest.approx(best)
+    else:  # what would be gained is less than noise
+        plain = speed((0,) * len(requests))
+        assert best <= plain * (1 + 0.03 * len(requests)) or best == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("seconds", [flat, stepwise, linear])
+def test_never_much_slower_than_the_better_of_chains_and_none(
+    seconds: Seconds, rate: float, seed: int
+) -> None:
+    """One request of 4,000 tokens on a machine with noise: at least 0.97 of the speed without chains, and of
+    the speed of the best constant length."""
+    draw = random.Random(seed)
+    lengths, num_tokens, spent_s = ChainLengths(), 0, 0.0
+    while num_tokens < 4000:
+        proposed = 0
+        if lengths.may_propose("a"):
+            [proposed] = lengths.choose([("a", 8)], 1, 0)
+        accepted = next((i for i in range(proposed) if draw.random() >= rate), proposed)
+        took_s = seconds(1 + proposed) * draw.uniform(0.95, 1.05)
+        spent_s += took_s
+        num_tokens += 1 + accepted
+        lengths.step_took(1, 0, proposed, took_s)
+        if proposed:
+            lengths.verified("a", proposed, accepted)
+    expected = [sum(rate**i for i in range(n + 1)) / seconds(1 + n) for n in range(9)]
+    assert num_tokens / spent_s >= 0.97 * expected[0]
+    assert num_tokens / spent_s >= 0.93 * max(expected)
+
+
+def test_chains_do_not_hold_up_prompts() -> None:
+    lengths = learned(lambda size: 0.01 + 0.0001 * size, range(2, 10))
+    for size in (500, 600, 700):
+        lengths.times.observe(size, 0.01 + 0.0001 * size)
+    lengths.verified("a", 9, 8)
+    assert lengths.choose([("a", 4)], 1, 0) == [4]
+    chosen = lengths.choose([("a", 4)], 1, 600)
+    assert chosen == [1], "a proposed token takes the time of a prompt token, and counts less"
+
+
+def test_plain_steps_come_first_and_now_and_then() -> None:
+    lengths = ChainLengths()
+    chosen = []
+    for _ in range(2 * PLAIN_EVERY + 10):
+        [proposed] = lengths.choose([("a", 4)], 1, 0)
+        chosen.append(proposed)
+        lengths.step_took(1, 0, proposed, flat(1 + proposed))
+        lengths.verified("a", proposed, proposed)
+    assert chosen[:PLAIN_STEPS] == [0] * PLAIN_STEPS
+    assert chosen[PLAIN_STEPS:].count(0) == 2
+    assert lengths.choose([("a", 4), ("b", 4)], 2, 0) == [0, 0], "two rows were never seen"
+
+
+def test_a_request_whose_chains_do_not_pay_pauses() -> None:
+    lengths = learned(linear, range(2, 6))
+    asked, verified = [], []
+    for step in range(100):
+        if lengths.may_propose("a"):
+            asked.append(step)
+            [proposed] = lengths.choose([("a", 4)], 1, 0)
+            if proposed:
+                verified.append(step)
+                assert proposed == 1
+                lengths.verified("a", 1, 0)
+    assert asked[:4] == [0, FIRST_PAUSE + 1, 3 * FIRST_PAUSE + 2, 7 * FIRST_PAUSE + 3]
+    assert verified == asked[1:]
+    lengths.forget("a")
+    assert lengths.may_propose("a")
