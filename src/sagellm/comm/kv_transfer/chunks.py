@@ -84,7 +84,7 @@ def cut_views(views: Sequence[memoryview], per_block: int, spans: Sequence[Span]
 
 @lru_cache(maxsize=1024)
 def _pieces(sizes: Sequence[int], spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Which views of a block have bytes of the spans, and which of their bytes.
+    """Which views of a block have bytes of the spans, and which bytes.
 
     `sizes`: of the views.
     """

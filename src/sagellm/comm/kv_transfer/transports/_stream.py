@@ -364,7 +364,7 @@ class StreamTransport:
         connection.expect([memoryview(prefix)], parsed, take_whole=partial(self._take_whole, connection))
 
     def _take_whole(self, connection: PeerSocket) -> bool:
-        """Take a frame that was read ahead; False if a part of it is missing.
+        """Take a frame that was read ahead; False if a part is missing.
 
         Payloads of chunks come after that.
         """
