@@ -21,8 +21,8 @@ from sagellm.core.protocols.router import ExecutionInstance, InstanceType, Reque
 class SeparationCase:
     """The two choices for one request.
 
-    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what each costs. `whole_ttft_s`, `separated_ttft_s`: until its first
-    token.
+    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what
+    each costs. `whole_ttft_s`, `separated_ttft_s`: until its first token.
     """
 
     request: RequestMetadata
