@@ -41,8 +41,9 @@ class SeparationPolicy(Protocol):
         instances: Sequence[ExecutionInstance],
         now_s: float,
     ) -> Mapping[str, InstanceType]:
-        """What hybrid instances are for from now on, by name; those not named may do everything. The same
-        object as before, unless something changes. Called for each request before it is placed;
+        """What hybrid instances are for from now on, by name.
+
+        Those not named may do everything. The same object as before, unless something changes. Called for each request before it is placed;
         `num_uncached`: its tokens that no instance has cached."""
 
     def separate(self, case: SeparationCase) -> str:
