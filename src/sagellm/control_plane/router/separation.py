@@ -43,8 +43,9 @@ class SeparationPolicy(Protocol):
     ) -> Mapping[str, InstanceType]:
         """What hybrid instances are for from now on, by name.
 
-        Those not named may do everything. The same object as before, unless something changes. Called for each request before it is placed;
-        `num_uncached`: its tokens that no instance has cached."""
+        Those not named may do everything. The same object as before, unless something changes. Called for
+        each request before it is placed; `num_uncached`: its tokens that no instance has cached.
+        """
 
     def separate(self, case: SeparationCase) -> str:
         """The reason to separate; empty: the request is served whole."""
