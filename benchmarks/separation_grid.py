@@ -196,7 +196,7 @@ def draw(given: argparse.Namespace) -> None:
             axes.set_title(f"{mix}, first token in {ttft_s:g} s", loc="left", fontsize=9)
             axes.set_xscale("log")
             axes.set_xticks(TPOTS_MS, [f"{goal:g}" for goal in TPOTS_MS])
-            axes.set_ylim(bottom=0)
+        grid[0, column].set_ylim(bottom=0)
         grid[-1, column].set_xlabel("goal for a token, ms")
     for axes in grid[:, 0]:
         axes.set_ylabel("requests/s in time")

@@ -154,7 +154,7 @@ class _Modelled:
                 self._end_prompts()
 
     def _begin_prompts(self) -> None:
-        """As many as fit into one step, or a long one, as far as memory lasts."""
+        """As many as fit into one step and into memory, or a long one."""
         speeds, context, room = self.speeds, self.context, self.speeds.chunk
         num_uncached, seconds, held = 0, 0.0, context
         while self.prompts:

@@ -21,8 +21,8 @@ from sagellm.core.protocols.router import ExecutionInstance, InstanceType, Reque
 class SeparationCase:
     """The two choices for one request.
 
-    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what each costs. `whole_ttft_s`, `separated_ttft_s`: until its first
-    token.
+    `num_uncached`: prompt tokens to compute in the best place for the whole. `whole_s`, `separated_s`: what
+    each costs. `whole_ttft_s`, `separated_ttft_s`: until its first token.
     """
 
     request: RequestMetadata
@@ -41,9 +41,11 @@ class SeparationPolicy(Protocol):
         instances: Sequence[ExecutionInstance],
         now_s: float,
     ) -> Mapping[str, InstanceType]:
-        """What hybrid instances are for from now on, by name; those not named may do everything. The same
-        object as before, unless something changes. Called for each request before it is placed;
-        `num_uncached`: its tokens that no instance has cached."""
+        """What hybrid instances are for from now on, by name.
+
+        Those not named may do everything. The same object as before, unless something changes. Called for
+        each request before it is placed; `num_uncached`: its tokens that no instance has cached.
+        """
 
     def separate(self, case: SeparationCase) -> str:
         """The reason to separate; empty: the request is served whole."""
