@@ -71,7 +71,7 @@ class StandIn:
             self._app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
 
@@ -82,8 +82,18 @@ class StandIn:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
 
+    async def _serve(self) -> None:
+        """Until `kill`. A connection that came just before has its transport a few turns later."""
+        await self._server.serve([self._socket])
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            self._abort_all()
+
     def _end_connections(self) -> None:
         self._server.servers[0].close()
+        self._abort_all()
+
+    def _abort_all(self) -> None:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +87,15 @@ class Seen:
         self.client.submit(given)
         self.until(lambda: self.ended(given.request_id), "the answer")
         return self.ended(given.request_id)
+
+
+@pytest.fixture(autouse=True)
+def _sockets_of_cancelled_connects() -> Iterator[None]:
+    """Found here: anyio leaves the socket of a connect that is cancelled at the moment it succeeds."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture

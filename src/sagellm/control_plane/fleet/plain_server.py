@@ -539,6 +539,10 @@ class PlainServer:
         return await self._http.ask("POST", path, msgspec.json.encode(body), ASK_S)
 
 
+_CLOSING_S = 0.05
+"""A transport that was closed ends in later turns of its loop. What is open when the loop ends stays open."""
+
+
 class PlainServers:
     """The thread on which a front speaks to its plain servers. `wake` is called when one has events."""
 
@@ -565,6 +569,7 @@ class PlainServers:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
+        await asyncio.sleep(_CLOSING_S)
 
 
 def _complete(request: Request) -> RequestOutput:
