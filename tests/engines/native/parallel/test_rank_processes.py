@@ -40,6 +40,7 @@ SMALL: dict[str, Any] = {
     "scheduler.max_num_seqs": 4,
     "scheduler.max_batched_tokens": 32,
     "speculative.method": "prompt_lookup",
+    "speculative.adaptive": False,
     "engine.overlap": True,
 }
 
