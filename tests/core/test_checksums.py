@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,3 +116,15 @@ def test_without_a_compiler_it_is_said_once(
     assert [record.message for record in caplog.records] == [
         "KV bytes are copied and checked in two passes: no C++ compiler"
     ]
+
+
+def test_items_wider_than_a_byte(kind: str) -> None:
+    """Sizes are counted in bytes, whatever a buffer's items are."""
+    numbers = np.arange(512, dtype=np.int64)
+    expected = xxhash.xxh3_64_intdigest(numbers)
+    sources: list[Any] = [numbers, numbers.reshape(8, 64), array("q", numbers.tolist()), memoryview(numbers)]
+    for source in sources:
+        target = bytearray(numbers.nbytes)
+        assert checksum([source]) == expected
+        assert copy_with_checksum([memoryview(target)], [source]) == expected
+        assert target == numbers.tobytes()

@@ -79,7 +79,7 @@ def _describe(chunk: Chunk, words: list[int]) -> bool:
     for pieces in (chunk[1], chunk[0]):
         num_bytes = 0
         for piece in pieces:
-            size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+            size = memoryview(piece).nbytes
             if size:  # memory of no bytes has no address
                 words += (addressof(_at_first_byte(piece)), size)
                 num_bytes += size
