@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +17,21 @@ from sagellm.comm.kv_transfer.chunks import ChunkSpan
 from sagellm.comm.kv_transfer.messages import MAX_TOGETHER, Accept, ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.outgoing import Outgoing
+from sagellm.comm.kv_transfer.transports import _connection
 from sagellm.comm.kv_transfer.transports._connection import SLOT, OutFrame, frame
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.comm.kv_transfer.transports.shared_memory import SharedMemoryTransport
+from sagellm.comm.kv_transfer.transports.tcp import TcpTransport
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError, KVDataError
-from sagellm.core.protocols.kv_transfer import KVPath, Message, Ticket, TransferReport, TransferStatus
+from sagellm.core.protocols.kv_transfer import (
+    KVPath,
+    Message,
+    Ticket,
+    TransferReport,
+    TransferStatus,
+    TransportEngine,
+)
 from sagellm.core.types import Tokens
 from tests.comm.kv_transfer.world import (
     KEY,
@@ -261,3 +272,56 @@ def test_slots_that_are_named_badly_lose_the_link(stack: ExitStack, slots: bytes
     until(lambda: target.received, source, target)
     target.check(tokens)
     assert source.reports[ticket].num_bytes > BLOCKS * CHUNK_BYTES, "it was sent again"
+
+
+@pytest.mark.parametrize(
+    ("make", "side"),
+    [
+        (SharedMemoryTransport, "sender"),
+        (SharedMemoryTransport, "receiver"),
+        (partial(TcpTransport, port=0), "sender"),
+    ],
+)
+def test_both_sides_copy_at_the_same_time(
+    stack: ExitStack, make: Callable[[bytes], TransportEngine], side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message leaves before the next one is made, and is acknowledged before the next one is taken."""
+    monkeypatch.setattr(_connection, "READ_BYTES", CHUNK_BYTES)
+    source, target = (
+        Instance(name, make(KEY), options=ChannelOptions(chunk_bytes=CHUNK_BYTES, together=2, credits=4))
+        for name in "ab"
+    )
+    for each in (source, target):
+        stack.callback(each.channel.close)
+    introduce(source, target)
+    tokens = prompt(1, BLOCKS)
+    source.compute(tokens)
+    chunks, waits = target.channel._receiver.chunks, iter([False, True])
+    was_heard, found = threading.Event(), []
+    ours, theirs = source.channel._sender, chunks.verify
+
+    def copied(call: Callable[..., Any]) -> Callable[..., Any]:
+        """Before its second copy this side waits for the other to have heard of its first."""
+
+        def run(*given: Any) -> Any:
+            if next(waits, False):
+                found.append(was_heard.wait(10))
+            return call(*given)
+
+        return run
+
+    def heard(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            was_heard.set()
+            return call(*given)
+
+        return run
+
+    if side == "sender":
+        monkeypatch.setattr(ours, "_made", copied(ours._made))
+        monkeypatch.setattr(chunks, "verify", heard(theirs))
+    else:
+        monkeypatch.setattr(chunks, "verify", copied(theirs))
+        monkeypatch.setattr(ours, "acknowledged", heard(ours.acknowledged))
+    assert finish(source, source.send(tokens, "b"), target).status is DONE
+    assert found == [True]

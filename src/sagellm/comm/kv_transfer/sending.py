@@ -418,7 +418,7 @@ class Sender:
     def _submit(self, transfer: Outgoing, agreed: Agreement) -> None:
         """Have chunks made, on the transport's thread if their bytes go unchanged."""
         if agreed.goes_unchanged:
-            self._transport.call(partial(self._pump, transfer))
+            self._transport.call(partial(self._pump, transfer), copies=True)
         else:
             self._worker.submit(self._pump, transfer)
 

@@ -363,8 +363,11 @@ class TransportEngine(Protocol):
         before: they are dropped, and a chunk counts as sent.
         """
 
-    def call(self, task: Callable[[], None]) -> None:
-        """Have the endpoint's thread run a short task, behind what was posted before."""
+    def call(self, task: Callable[[], None], *, copies: bool = False) -> None:
+        """Have the endpoint's thread run a task, behind what was posted before.
+
+        A task that copies chunks comes behind all others, and what was posted is sent before it.
+        """
 
     def reset(self, link: int, reason: str) -> None:
         """Disconnect a link, which is `lost` then."""

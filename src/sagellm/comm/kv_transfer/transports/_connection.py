@@ -121,8 +121,6 @@ class PeerSocket:
     """Bytes of this turn, with those in slots."""
     least: int = 1
     """How many bytes must be there before the socket counts as readable."""
-    num_turns: int = 0
-    """Since a small frame waits."""
     fds: list[int] = field(default_factory=list)
     is_connecting: bool = False
     wants: int = 0

@@ -45,8 +45,6 @@ MAX_UNPROVEN = 64
 PAUSE_S = 0.5
 """No connection is accepted for that time, where descriptors or memory are used up."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-MAX_TURNS = 4
-"""A small frame waits for others so many turns of the thread: waking the peer costs as much as a chunk."""
 _IDLE_S = 0.5
 _DROPPED_BYTES = 256 << 10
 
@@ -66,9 +64,11 @@ class StreamTransport:
         """By link that is ours."""
         self._connections: dict[int, PeerSocket] = {}
         self._unsent: dict[int, PeerSocket] = {}
-        """By link: connections with small frames that are sent soon."""
+        """By link: connections with frames that are sent together, before the next copy."""
         self._links = itertools.count(1)
         self._tasks: deque[Callable[[], None]] = deque()
+        self._copies: deque[Callable[[], None]] = deque()
+        """Tasks that copy chunks, of which each takes as long as many others."""
         self._is_awake = self._is_closing = False
         self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._thread: threading.Thread | None = None
@@ -113,8 +113,8 @@ class StreamTransport:
     def post(self, link: int, message: Message) -> None:
         self._submit(partial(self._post, link, message))
 
-    def call(self, task: Callable[[], None]) -> None:
-        self._submit(task)
+    def call(self, task: Callable[[], None], *, copies: bool = False) -> None:
+        self._submit(task, copies=copies)
 
     def reset(self, link: int, reason: str) -> None:
         self._submit(partial(self._lose_link, link, reason))
@@ -126,8 +126,8 @@ class StreamTransport:
             self._thread.join()
             self._waker.close()
 
-    def _submit(self, task: Callable[[], None]) -> None:
-        self._tasks.append(task)
+    def _submit(self, task: Callable[[], None], *, copies: bool = False) -> None:
+        (self._copies if copies else self._tasks).append(task)
         if not self._is_awake and threading.current_thread() is not self._thread:
             self._is_awake = True
             try:
@@ -138,8 +138,13 @@ class StreamTransport:
     # -- the thread
 
     def _run(self) -> None:
+        """Serve sockets and run tasks.
+
+        Frames wait for each other while there are tasks, since waking the peer costs as much as copying
+        100 KB. They never wait for a copy, so that both sides copy at the same time.
+        """
         while not self._is_closing:
-            for key, events in self._selector.select(0 if self._tasks else _IDLE_S):
+            for key, events in self._selector.select(0 if self._tasks or self._copies else _IDLE_S):
                 if key.fileobj is self._waiting:
                     self._waiting.recv(4096)
                     self._is_awake = False
@@ -147,14 +152,12 @@ class StreamTransport:
                     self._accept()
                 else:
                     self._serve(key.data, events)
-            for _ in range(len(self._tasks)):
+            while self._tasks:
                 self._run_task(self._tasks.popleft())
-            for link, connection in list(self._unsent.items()):
-                connection.num_turns += 1
-                if not self._tasks or connection.num_turns >= MAX_TURNS:
-                    del self._unsent[link]
-                    connection.num_turns = 0
-                    self._run_task(partial(self._flush_or_lose, connection))
+            while self._unsent:
+                self._run_task(partial(self._flush_or_lose, self._unsent.popitem()[1]))
+            if self._copies and not self._tasks:
+                self._run_task(self._copies.popleft())
             self._expire()
         for connection in self._connections.values():
             connection.sock.close()
@@ -181,7 +184,8 @@ class StreamTransport:
             if events & selectors.EVENT_READ and (goes_on or not connection.ready):
                 connection.read(self._dropped)
                 if connection.ready:  # after acknowledgements, and what other connections have
-                    self._submit(partial(self._serve, connection, selectors.EVENT_READ, goes_on=True))
+                    rest = partial(self._serve, connection, selectors.EVENT_READ, goes_on=True)
+                    self._submit(rest, copies=True)
             self._flush(connection)
         except (OSError, KVDataError) as error:
             self._lose(connection, str(error))

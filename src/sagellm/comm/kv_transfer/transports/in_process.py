@@ -115,7 +115,7 @@ class InProcessTransport:
     def post(self, link: int, message: Message) -> None:
         self._network.submit(partial(self.deliver, link, message))
 
-    def call(self, task: Callable[[], None]) -> None:
+    def call(self, task: Callable[[], None], *, copies: bool = False) -> None:
         self._network.submit(task)
 
     def reset(self, link: int, reason: str) -> None:
