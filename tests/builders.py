@@ -12,7 +12,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
-from sagellm.core.protocols.speculative import Proposal
+from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.build_kv import TierSource, build_kv, build_tiers
 from sagellm.engines.engine import Engine
@@ -153,13 +153,25 @@ def expected_tokens(backend: TokenMemoryBackend, prompt: Iterable[int], max_toke
 TENANT_A, TENANT_B = Namespace(tenant="a"), Namespace(tenant="b")
 
 
-class RandomProposer:
+class OneByOne:
+    """A proposer that looks at one request at a time."""
+
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Proposal]:
+        return [self.propose_one(*each) for each in asked]
+
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        raise AssertionError("a subclass proposes")
+
+    def close(self) -> None: ...
+
+
+class RandomProposer(OneByOne):
     """Proposes what `TokenMemoryBackend` will draw: all of it, a part and then others, or others alone."""
 
     def __init__(self, backend: TokenMemoryBackend, seed: int) -> None:
         self.random, self.backend, self.known = random.Random(seed), backend, set[str]()
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         self.known.add(request.request_id)
         num_right = self.random.choice([0, num_tokens, self.random.randrange(num_tokens + 1)])
         right = expected_tokens(self.backend, tokens, num_right)

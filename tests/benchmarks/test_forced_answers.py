@@ -19,9 +19,10 @@ from sagellm.benchmarks.micro.forced_answers import (
 from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.registry import registry
 from sagellm.core.types import Request, Tokens
+from tests.builders import OneByOne
 
 
-class Knows:
+class Knows(OneByOne):
     """Proposes the answer's next tokens, of which every sixth is wrong."""
 
     def __init__(self, answer: list[int]) -> None:
@@ -29,7 +30,7 @@ class Knows:
         self.accepted: list[int] = []
         self.ended: list[int] = []
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         done = len(tokens) - len(request.tokens)
         right = self.answer[done : done + num_tokens]
         wrong = [token if (done + at) % 6 else -1 for at, token in enumerate(right)]

@@ -13,7 +13,7 @@ from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import Request, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
-from tests.builders import expected_tokens, fake_engine, request, run_all
+from tests.builders import OneByOne, expected_tokens, fake_engine, request, run_all
 
 
 class TimedMemory(TokenMemoryBackend):
@@ -28,13 +28,13 @@ class TimedMemory(TokenMemoryBackend):
         return super().execute(plan)
 
 
-class OftenRight:
+class OftenRight(OneByOne):
     """Proposes what the model will draw, each token wrong with a chance."""
 
     def __init__(self, num_prompt: int, answer: list[int], wrong: float) -> None:
         self._num_prompt, self._answer, self._wrong, self._draw = num_prompt, answer, wrong, random.Random(1)
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         drawn = len(tokens) - self._num_prompt
         right = self._answer[drawn : drawn + num_tokens]
         return Proposal(tuple((t + (self._draw.random() < self._wrong)) % 97 for t in right))
@@ -57,7 +57,7 @@ def test_a_generation_is_faster_or_as_fast(
     for name, lengths in (("plain", None), ("adaptive", ChainLengths())):
         clock = ManualClock()
         proposer = OftenRight(5, right, wrong) if lengths else OftenRight(5, [], wrong)
-        speculation = Speculation(proposer, 4, lengths)
+        speculation = Speculation(proposer, 4, lengths, clock)
         engine = fake_engine(TimedMemory(clock, fixed_s, token_s), speculation=speculation, clock=clock)
         engine.add(request("a", range(5), 600))
         assert run_all(engine)["a"] == right

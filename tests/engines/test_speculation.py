@@ -17,18 +17,26 @@ from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir.explain import ScheduleLog
 from sagellm.kvmgr.scheduler_ir.passes.speculative_budget import SpeculativeBudgetPass
-from tests.builders import RandomProposer, check_books, expected_tokens, fake_engine, request, run_all
+from tests.builders import (
+    OneByOne,
+    RandomProposer,
+    check_books,
+    expected_tokens,
+    fake_engine,
+    request,
+    run_all,
+)
 
 
 @dataclass
-class Scripted:
+class Scripted(OneByOne):
     """Proposes the same tokens to every request, and keeps what it is told."""
 
     token_ids: Sequence[int]
     accepted: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[tuple[str, list[int]]] = field(default_factory=list)
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         return Proposal(tuple(self.token_ids))
 
     def observe(self, request_id: str, num_accepted: int) -> None:
@@ -230,7 +238,7 @@ def test_a_proposed_token_outside_the_vocabulary_is_refused(token_ids: list[int]
 
 def test_the_error_of_a_proposer_is_raised_and_nothing_stays_bound() -> None:
     class Broken(Scripted):
-        def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
             if request.request_id == "b":
                 raise RuntimeError("no idea")
             return Proposal((1, 2, 3, 4))

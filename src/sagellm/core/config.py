@@ -210,8 +210,8 @@ class SpeculativeConfig(Section):
 
     method: Word = key(
         "none",
-        "what proposes tokens: none, prompt_lookup (n-grams of the request's own), or suffix (own text and "
-        "earlier outputs)",
+        "what proposes tokens: none, prompt_lookup (n-grams of the request's own), suffix (own text and "
+        "earlier outputs), or draft_model (method_options: {model: FOLDER})",
     )
     method_options: dict[str, Any] = key({}, "options of that method")
     num_tokens: int = key(4, "most tokens proposed for a request and step", ge=1, le=64)

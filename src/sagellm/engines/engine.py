@@ -338,8 +338,9 @@ class Engine:
         if self._worker is not None:  # waits for the step in flight; its result is dropped
             self._worker.shutdown(wait=True)
             self._in_flight = None
-        if self.kv.tiers is not None:
-            self.kv.tiers.close()
+        for part in (self.kv.tiers, self.speculation):
+            if part is not None:
+                part.close()
         self.backend.close()
 
     # -- the loop

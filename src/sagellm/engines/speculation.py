@@ -9,25 +9,32 @@ from __future__ import annotations
 
 from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.binding import Binding
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import SpeculationCounts
-from sagellm.core.protocols.speculative import Proposer
+from sagellm.core.protocols.speculative import Asked, Proposer
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
 
 class Speculation:
     """Owns a proposer for the life of an engine. `num_tokens`: the most that it may propose for a request and
-    step, unless a pass sets another number. `lengths` decides how many of them are verified; None: all."""
+    step, unless a pass sets another number. `lengths` decides how many of them are verified; None: all.
+    Closes the proposer."""
 
-    def __init__(self, proposer: Proposer, num_tokens: int, lengths: ChainLengths | None = None) -> None:
+    def __init__(
+        self, proposer: Proposer, num_tokens: int, lengths: ChainLengths | None = None,
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}: leave the proposer out")
         self.num_tokens = num_tokens
         self._proposed: list[int] = []
         self._accepted: list[int] = []
         self._saved_s = 0.0
-        self._proposer, self._lengths = proposer, lengths
+        self._proposing_s = 0.0
+        """Of the last call of the proposer."""
+        self._proposer, self._lengths, self._clock = proposer, lengths, clock or MonotonicClock()
 
     @property
     def num_proposed(self) -> int:
@@ -48,18 +55,7 @@ class Speculation:
         request gets more than it may still draw.
         """
         draft = binding.draft
-        budget = draft.token_budget - draft.num_tokens
-        found: list[tuple[RequestState, tuple[int, ...]]] = []
-        for state, remaining in zip(decodes.states, decodes.remaining(), strict=True):
-            most = min(draft.num_draft_tokens, budget, remaining - 1)
-            if most < 1 or state.request_id in draft.skipped_decodes:
-                continue
-            if self._lengths is not None and not self._lengths.may_propose(state.request_id):
-                continue
-            token_ids = self._proposer.propose(state.request, state.tokens, most).token_ids[:most]
-            if token_ids:
-                found.append((state, token_ids))
-                budget -= len(token_ids)
+        found = self._ask(draft, decodes)
         if found and self._lengths is not None:
             found = self._shortened(found, draft, self._lengths)
         spare_blocks = kv.quotes.available_blocks() - len(decodes)
@@ -69,6 +65,36 @@ class Speculation:
             spare_blocks -= len(binding.appended_to) - num_bound
             if token_ids:
                 draft.proposals[state] = token_ids
+
+    def _ask(self, draft: Draft, decodes: DecodeBatch) -> list[tuple[RequestState, tuple[int, ...]]]:
+        budget, lengths = draft.token_budget - draft.num_tokens, self._lengths
+        most = min(draft.num_draft_tokens, budget)
+        asked: list[tuple[RequestState, int]] = []
+        for state, remaining in zip(decodes.states, decodes.remaining(), strict=True) if most > 0 else ():
+            if remaining < 2 or state.request_id in draft.skipped_decodes:
+                continue
+            if lengths is None or lengths.may_propose(state.request_id):
+                asked.append((state, min(most, remaining - 1)))
+        self._proposing_s = 0.0
+        if not asked:
+            return []
+        if lengths is not None:
+            most = lengths.worth_proposing([state.request_id for state, _ in asked], len(decodes), most)
+        began_s = self._clock.now()
+        proposals = self._proposer.propose(
+            [Asked(state.request, state.tokens, min(most, wanted)) for state, wanted in asked]
+        )
+        self._proposing_s = self._clock.now() - began_s
+        if lengths is not None:
+            longest = max(len(each.token_ids) for each in proposals)
+            lengths.proposing_took(longest, self._proposing_s)
+        found: list[tuple[RequestState, tuple[int, ...]]] = []
+        for (state, wanted), proposal in zip(asked, proposals, strict=True):
+            token_ids = proposal.token_ids[: min(wanted, budget)]
+            if token_ids:
+                found.append((state, token_ids))
+                budget -= len(token_ids)
+        return found
 
     @staticmethod
     def _shortened(
@@ -97,7 +123,7 @@ class Speculation:
         if self._lengths is not None:
             plain_s = self._lengths.times.seconds(plan.num_tokens - plan.num_proposed_tokens)
             steps = sum(result.num_accepted) / len(plan.decode_rows)
-            self._saved_s += (1 + steps) * plain_s - spent_s
+            self._saved_s += (1 + steps) * plain_s - spent_s - self._proposing_s
 
     def _count(self, num_proposed: int, num_accepted: int) -> None:
         """Positions behind the first refused one are proposed, and not accepted."""
@@ -113,3 +139,6 @@ class Speculation:
         self._proposer.forget(state.request, state.tokens)
         if self._lengths is not None:
             self._lengths.forget(state.request_id)
+
+    def close(self) -> None:
+        self._proposer.close()

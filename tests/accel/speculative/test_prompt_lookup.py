@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.accel.speculative.prompt_lookup import PromptLookup
-from sagellm.core.config import SpeculativeConfig
+from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.speculative import Proposer
+from sagellm.core.protocols.speculative import Asked, Proposer
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor, Request, Tokens
 from sagellm.engines.build import build_speculation
 
+LOOKUP = {"method": "prompt_lookup"}
 ABLE = CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8, features=frozenset({"speculative_decoding"}))
 
 
@@ -49,25 +50,25 @@ def test_the_index_finds_what_a_scan_finds(
     tokens = Tokens()
     for part in parts:
         tokens.extend(part)
-        proposed = proposer.propose(asked(), tokens, num_tokens).token_ids
+        proposed = proposer.propose([Asked(asked(), tokens, num_tokens)])[0].token_ids
         assert list(proposed) == scanned(tokens.tolist(), num_tokens, longest, shortest)
 
 
 def test_requests_are_apart_and_forgotten() -> None:
     lookup = PromptLookup(2, 2)
     text = Tokens([1, 2, 3, 1, 2])
-    assert lookup.propose(asked(), text, 2).token_ids == (3, 1)
-    assert lookup.propose(asked("b"), Tokens([7, 1, 2]), 2).token_ids == ()
+    assert lookup.propose([Asked(asked(), text, 2)])[0].token_ids == (3, 1)
+    assert lookup.propose([Asked(asked("b"), Tokens([7, 1, 2]), 2)])[0].token_ids == ()
     lookup.observe("a", 1)
     lookup.forget(asked(), text)
     lookup.forget(asked("never seen"), text)
     assert list(lookup._indexes) == ["b"]
-    assert lookup.propose(asked(), Tokens([5, 5, 5]), 3).token_ids == (5, 5, 5)
+    assert lookup.propose([Asked(asked(), Tokens([5, 5, 5]), 3)])[0].token_ids == (5, 5, 5)
 
 
 def test_a_step_looks_at_new_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup, tokens = PromptLookup(), Tokens(random.Random(1).choices(range(50), k=20_000))
-    lookup.propose(asked(), tokens, 4)
+    lookup.propose([Asked(asked(), tokens, 4)])
     tokens.append(3)
     sliced: list[int] = []
     plain = Tokens.slice
@@ -77,13 +78,13 @@ def test_a_step_looks_at_new_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> No
         return plain(self, start, stop)
 
     monkeypatch.setattr(Tokens, "slice", slice_)
-    lookup.propose(asked(), tokens, 4)
+    lookup.propose([Asked(asked(), tokens, 4)])
     assert sum(sliced) < 20
 
 
 def test_the_size_of_the_index_is_as_documented() -> None:
     lookup, tokens = PromptLookup(3, 3), Tokens(random.Random(1).choices(range(30_000), k=20_000))
-    lookup.propose(asked(), tokens, 4)
+    lookup.propose([Asked(asked(), tokens, 4)])
     places = lookup._indexes["a"].positions[3]
     size = sys.getsizeof(places) + sum(sys.getsizeof(key) + 4 * 28 for key in places)
     assert 150 < size / len(tokens) < 350
@@ -96,14 +97,17 @@ def test_lengths_that_make_no_sense(longest: int, shortest: int) -> None:
 
 
 def test_it_is_built_by_name() -> None:
-    assert registry("proposer").names() == ["prompt_lookup", "suffix"]
-    assert build_speculation(SpeculativeConfig(), ABLE) is None
-    made = build_speculation(SpeculativeConfig(method="prompt_lookup", num_tokens=7), ABLE)
+    assert registry("proposer").names() == ["draft_model", "prompt_lookup", "suffix"]
+    assert build_speculation(Config(), ABLE) is None
+    made = build_speculation(Config.model_validate({"speculative": LOOKUP | {"num_tokens": 7}}), ABLE)
     assert made is not None
     assert made.num_tokens == 7
     with pytest.raises(ConfigError, match="min_ngram must be from 1"):
-        build_speculation(SpeculativeConfig(method="prompt_lookup", method_options={"min_ngram": 9}), ABLE)
+        build_speculation(
+            Config.model_validate({"speculative": LOOKUP | {"method_options": {"min_ngram": 9}}}), ABLE
+        )
     with pytest.raises(ConfigError, match=r"do not go back\): set speculative\.method to none"):
         build_speculation(
-            SpeculativeConfig(method="prompt_lookup"), CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8)
+            Config.model_validate({"speculative": LOOKUP}),
+            CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8),
         )

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sagellm.accel.speculative.native_suffix_tree import native_suffix_trees
 from sagellm.accel.speculative.suffix import Suffix
-from sagellm.core.config import SpeculativeConfig
+from sagellm.core.config import Config
 from sagellm.core.errors import BookkeepingError, SageError
+from sagellm.core.protocols.speculative import Asked
 from sagellm.core.types import CapabilityDescriptor, Namespace, Request, Tokens
 from sagellm.engines.build import build_speculation
 from tests.effort import examples
@@ -33,7 +34,7 @@ def ended(proposer: Suffix, prompt: list[int], output: list[int], tenant: str = 
 
 def proposed(proposer: Suffix, tokens: list[int], most: int = 8, tenant: str = "") -> tuple[Any, ...]:
     one = asked("now", tokens, tenant)
-    proposal = proposer.propose(one, Tokens(tokens), most)
+    proposal = proposer.propose([Asked(one, Tokens(tokens), most)])[0]
     proposer.forget(one, Tokens(tokens))
     assert proposal.probabilities == ()
     return proposal.token_ids, proposal.acceptance
@@ -82,7 +83,7 @@ def test_prompts_are_not_shared_and_outputs_stay_in_their_namespace(native: bool
     assert proposed(proposer, [5, 6], tenant="b") == ((), ())
     assert proposed(proposer, [1, 2], tenant="a") == ((), ())
     other = Request("x", Tokens([5, 6]), namespace=Namespace("a", adapter="lora"))
-    assert proposer.propose(other, Tokens([5, 6]), 4).token_ids == ()
+    assert proposer.propose([Asked(other, Tokens([5, 6]), 4)])[0].token_ids == ()
 
 
 @pytest.mark.parametrize("native", NATIVE)
@@ -133,7 +134,7 @@ class Requests(RuleBasedStateMachine):
     def decode(self, data: st.DataObject, part: list[int]) -> None:
         one, tokens = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         tokens.extend(part)
-        found = [proposer.propose(one, tokens, 6) for proposer in self.proposers]
+        found = [proposer.propose([Asked(one, tokens, 6)])[0] for proposer in self.proposers]
         assert all(proposal == found[0] for proposal in found)
         theirs = [token for namespace, output in self.ended if namespace == one.namespace for token in output]
         assert set(found[0].token_ids) <= {*theirs, *tokens}
@@ -180,9 +181,8 @@ def test_trees_are_freed() -> None:
 
 
 def test_it_is_built_by_name() -> None:
-    made = build_speculation(
-        SpeculativeConfig(method="suffix", method_options={"alpha": 4, "min_match": 3}, num_tokens=16), ABLE
-    )
+    settings = {"method": "suffix", "method_options": {"alpha": 4, "min_match": 3}, "num_tokens": 16}
+    made = build_speculation(Config.model_validate({"speculative": settings}), ABLE)
     assert made is not None
     for options, message in (
         ({"alpha": -1}, "alpha must be above 0"),
@@ -192,4 +192,6 @@ def test_it_is_built_by_name() -> None:
         ({"depth": "deep"}, "suffix"),
     ):
         with pytest.raises(SageError, match=message):
-            build_speculation(SpeculativeConfig(method="suffix", method_options=options), ABLE)
+            build_speculation(
+                Config.model_validate({"speculative": {"method": "suffix", "method_options": options}}), ABLE
+            )

@@ -8,6 +8,7 @@ a chain is expected to give is the sum of Leviathan et al. (2023), with a chance
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ class ChainLengths:
         self._all = _Counts()
         self._requests: dict[str, _Request] = {}
         self._num_steps = 0
+        self._pass_s: deque[float] = deque([0.0], maxlen=NUM_SAMPLES)
+        """Of the last calls of the proposer, the time for each token of the longest proposal."""
         self._plain: dict[int, tuple[int, int]] = {}
         """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
 
@@ -130,6 +133,23 @@ class ChainLengths:
             return True
         request.wait -= 1
         return False
+
+    def proposing_took(self, num_tokens: int, seconds: float) -> None:
+        """The proposer has taken so long for proposals of up to so many tokens."""
+        if num_tokens:
+            self._pass_s.append(seconds / num_tokens)
+
+    def worth_proposing(self, request_ids: Sequence[str], num_rows: int, most: int) -> int:
+        """How many tokens to ask for, 1 to `most`.
+
+        A draft draws them one after the other, for all requests at once. The k-th is worth its time while the
+        chance that all k are accepted is more than the share of a step which that time is.
+        """
+        pass_s, step_s = median(self._pass_s), self.times.seconds(num_rows)
+        rate = min(max(map(self.rate, request_ids)), 0.999)
+        if not pass_s or not step_s or rate <= 0:
+            return most
+        return max(1, min(most, int(math.log(min(1.0, pass_s / step_s)) / math.log(rate))))
 
     def choose(
         self, proposals: Sequence[tuple[str, int]], num_rows: int, num_prompt_tokens: int
@@ -158,10 +178,11 @@ class ChainLengths:
             now = expected / (self.times.seconds(num_others + number) or 1.0)
             if now >= speed:
                 num_best, speed, gain = number, now, expected - num_others
-        longer_s = self.times.seconds(num_others + num_best) - self.times.seconds(num_others)
-        if gain - longer_s * speed < LEAST_GAIN * len(proposals):
-            num_best = 0
         lengths = Counter(index for _, index in chances[:num_best])
+        longer_s = self.times.seconds(num_others + num_best) - self.times.seconds(num_others)
+        longer_s += median(self._pass_s) * max(lengths.values(), default=0)
+        if gain - longer_s * speed < LEAST_GAIN * len(proposals):
+            lengths.clear()
         return [self._with_pause(name, lengths[index]) for index, (name, _) in enumerate(proposals)]
 
     def _needs_plain_step(self, num_rows: int) -> bool:

@@ -6,9 +6,10 @@ in each step. Good where an answer repeats its prompt or itself: edited code, ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.protocols.speculative import Proposal
+from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Request, Tokens
 
 
@@ -27,7 +28,10 @@ class PromptLookup:
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._indexes: dict[str, NgramIndex] = {}
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Proposal]:
+        return [self._behind(*each) for each in asked]
+
+    def _behind(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         """The tokens behind the place of the last n-gram."""
         index = self._indexes.get(request.request_id)
         if index is None:
@@ -46,6 +50,9 @@ class PromptLookup:
 
     def forget(self, request: Request, tokens: Tokens) -> None:
         self._indexes.pop(request.request_id, None)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ in the prompt of its next turn, and in the namespace's tree where a chat templat
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from sagellm.accel.speculative.native_suffix_tree import NativeSuffixTree, native_suffix_trees
 from sagellm.accel.speculative.suffix_tree import SuffixRules, SuffixTree
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.speculative import Proposal
+from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Namespace, Request, Tokens
 
 
@@ -47,8 +48,11 @@ class Suffix:
         self._trees: dict[str, Any] = {}
         self._shared = SharedOutputs(rules, shared_tokens, self._make)
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
-        """The best-scored continuation of either tree."""
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Proposal]:
+        return [self._continuation(*each) for each in asked]
+
+    def _continuation(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        """The best-scored one of either tree."""
         tree = self._trees.get(request.request_id)
         if tree is None:
             tree = self._trees[request.request_id] = self._make(self._rules, removes=False)
@@ -62,6 +66,9 @@ class Suffix:
         """Its output goes to the tree of its namespace."""
         self._trees.pop(request.request_id, None)
         self._shared.add(request, tokens)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless all trees and their sums are in order."""

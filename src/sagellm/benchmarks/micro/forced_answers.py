@@ -18,7 +18,7 @@ from typing import Any
 
 from sagellm.benchmarks.traces._parsing import WORDS, IdMap, TextTokens, json_object
 from sagellm.benchmarks.traces.files import opened
-from sagellm.core.protocols.speculative import Proposer
+from sagellm.core.protocols.speculative import Asked, Proposer
 from sagellm.core.types import Request, Tokens
 
 CHOICE, REPORT = 0, 1
@@ -64,7 +64,7 @@ def replay(answers: Sequence[ForcedAnswer], proposer: Proposer, num_tokens: int)
         done = 1
         while done < len(right):
             began = time.thread_time()
-            proposal = proposer.propose(request, tokens, num_tokens)
+            [proposal] = proposer.propose([Asked(request, tokens, num_tokens)])
             outcome.spent_s += time.thread_time() - began
             agree = zip(proposal.token_ids, right[done:-1], strict=False)
             accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], agree))

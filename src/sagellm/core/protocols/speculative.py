@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sagellm.core.types import Request, SamplingParams, Tokens
 
@@ -33,6 +33,17 @@ class Proposal:
             raise ValueError(f"{count} tokens with {len(self.probabilities)} probabilities")
         if self.acceptance and len(self.acceptance) != count:
             raise ValueError(f"{count} tokens with {len(self.acceptance)} estimates")
+
+
+class Asked(NamedTuple):
+    """A request for which up to `num_tokens` tokens are wanted, at least one.
+
+    `tokens`: its prompt and its output so far. Those of the last call for this request are the first of them.
+    """
+
+    request: Request
+    tokens: Tokens
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +77,10 @@ class Proposer(Protocol):
     answer what others were answered.
     """
 
-    def propose(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
-        """At most `num_tokens` tokens to follow, perhaps none, all in the vocabulary.
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Proposal]:
+        """A proposal for each request of a step, perhaps empty.
 
-        `tokens`: the prompt of the request and its output so far. Those of the last call of this request are
-        the first of them.
+        All tokens are in the vocabulary.
         """
 
     def observe(self, request_id: str, num_accepted: int) -> None:
@@ -81,6 +91,9 @@ class Proposer(Protocol):
 
     def forget(self, request: Request, tokens: Tokens) -> None:
         """The request has ended with these tokens, prompt and output. It may never have been asked about."""
+
+    def close(self) -> None:
+        """The engine ends. Nothing is asked any more."""
 
 
 class Verifier(Protocol):

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from sagellm.core.blocks import NO_PAGE
@@ -65,7 +66,8 @@ class BatchRows:
             raise PlanError(f"{join.request_id} joins row {join.row}; rows are 0 to {self._max_rows - 1}")
         tokens = array("i")
         tokens.frombytes(join.tokens)
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+        ids = np.frombuffer(join.tokens, np.int32)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise PlanError(f"{join.request_id} has a token id outside the vocabulary of {self._vocab_size}")
         self._check_blocks(join.request_id, join.block_ids)
         params = join.params
