@@ -89,6 +89,7 @@ class FleetEngine(KnownInstances):
 
     `check` raises `RequestError` for a request that no instance can compute; it is given the capability and
     the longest context. `namespace_of`: under which namespace instances keep a request's blocks.
+    `on_serving` is told the name of an instance that has connected and gets requests from then on.
 
     No request is lost: where an instance goes, its requests go on elsewhere behind the tokens that were
     handed out, or end with an error that says why.
@@ -106,10 +107,12 @@ class FleetEngine(KnownInstances):
         policy: FleetPolicy | None = None,
         namespace_of: Callable[[Namespace], Namespace] = lambda namespace: namespace,
         replicator: Replicator | None = None,
+        on_serving: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__(prefixes, namespace_of, clock, turn=self._turn, call_soon=self.call_soon)
         self._clients, self._router = clients, router
         self._check, self.policy = check, policy or FleetPolicy()
+        self._on_serving = on_serving
         self._admission = admission or AdmissionController(clock=clock)
         self.prefill_queue = PhaseQueue(QueuePhase.PREFILL, self._order, max_waiting=MAX_WAITING, clock=clock)
         self.decode_queue = PhaseQueue(QueuePhase.DECODE, self._order, max_waiting=MAX_WAITING, clock=clock)
@@ -336,6 +339,7 @@ class FleetEngine(KnownInstances):
         if member.fault:
             log.error("%s gets no requests: %s", facts.instance_id, member.fault)
             return
+        self._on_serving(facts.instance_id)
         self._counters.begin(facts.instance_id, facts.start_id)
         self.roles.connected(member, facts)
         self._prefixes.leave(facts.instance_id)

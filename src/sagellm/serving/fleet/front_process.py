@@ -54,6 +54,10 @@ class SupervisorLink:
         """Say that the fleet serves."""
         self._send({"command": "complete"})
 
+    def serves(self, name: str) -> None:
+        """Say that an instance has come to serve."""
+        self._send({"command": "serves", "name": name})
+
     def restart(self, name: str) -> None:
         self._send({"command": "restart", "name": name})
 
@@ -86,7 +90,8 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         ping_s=fleet.heartbeat_s,
         silence_s=fleet.silence_s,
     )
-    engine = _engine(config, instances, clock)
+    link = SupervisorLink(options["commands"])
+    engine = _engine(config, instances, clock, link)
     apply = partial(_apply, engine, instances)
     apply(options["instances"])
     listener = socket.socket(fileno=options["listener"])
@@ -107,7 +112,6 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
         defaults=tokenizer.default_sampling,
     )
     log.info("instances: %s", ", ".join(name for name, each in engine.members.items() if each.is_ready))
-    link = SupervisorLink(options["commands"])
     link.complete()
     serving.set()
     serve(
@@ -122,7 +126,7 @@ def run(options: Mapping[str, Any], inbox: Inbox) -> None:
     )
 
 
-def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
+def _engine(config: Config, instances: Instances, clock: Clock, link: SupervisorLink) -> FleetEngine:
     fleet, prefixes = config.fleet, PrefixIndex(clock)
     return FleetEngine(
         instances,
@@ -133,6 +137,7 @@ def _engine(config: Config, instances: Instances, clock: Clock) -> FleetEngine:
         admission=make_admission(fleet, clock),
         namespace_of=SharingGroups(config.kv.group_of).namespace_of,
         replicator=make_replicator(fleet, prefixes, clock),
+        on_serving=link.serves,
         policy=FleetPolicy(
             patience_s=fleet.patience_s,
             hand_over_lease_s=fleet.handover_lease_s,

@@ -38,7 +38,8 @@ from sagellm.serving.fleet.policies import make_admission, make_fleet_router, ma
 
 log = logging.getLogger("sagellm.fleet")
 FRONT = "front"
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S, SERVED_BACKOFF_S = 0.1, 10.0, 1.0
+"""From start to start of a process: at first, at most, and at most if it had come to serve."""
 STEADY_S = 3.0
 """Only a process that ends sooner is on its way into a loop: between its starts is more and more time."""
 MAX_STARTS = 5
@@ -60,6 +61,8 @@ class _Process:
     started_s: float = 0.0
     num_starts: int = 0
     restart_s: float | None = None
+    has_served: bool = False
+    """Whether the front says so of the last start."""
     wanted: bool = True
     is_added: bool = False
     """After the start, as by `sagellm fleet scale`: the fleet goes on if there is no place for it."""
@@ -168,13 +171,14 @@ class Supervisor:
             process.num_starts = 0
         if process.num_starts >= MAX_STARTS and name == FRONT:
             raise EngineFailedError(f"the front has ended {MAX_STARTS} times in a row: {reason}")
-        apart_s = min(FIRST_BACKOFF_S * 2**process.num_starts, LONGEST_BACKOFF_S)
+        longest_s = SERVED_BACKOFF_S if process.has_served else LONGEST_BACKOFF_S
+        apart_s = min(FIRST_BACKOFF_S * 2**process.num_starts, longest_s)
         process.restart_s = max(now_s, process.started_s + apart_s)
         log.warning("%s has ended and is started again in %.1f s", name, process.restart_s - now_s)
 
     def _start(self, name: str) -> None:
         process = self._processes[name]
-        process.restart_s, process.started_s = None, time.monotonic()
+        process.restart_s, process.started_s, process.has_served = None, time.monotonic(), False
         process.num_starts += 1
         process.start_id = next(self._start_ids)
 
@@ -206,6 +210,9 @@ class Supervisor:
         match command:
             case {"command": "complete"}:
                 self._is_complete = True
+            case {"command": "serves", "name": str(name)}:
+                if name in self._processes:  # else it is gone, or runs on another host
+                    self._processes[name].has_served = True
             case {"command": "restart", "name": str(name)} if name in self._endpoints:
                 process = self._processes.get(name)
                 if process is not None:
