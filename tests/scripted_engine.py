@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
@@ -16,6 +17,7 @@ from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import (
+    REASONING_BUDGETS,
     CapabilityDescriptor,
     FinishReason,
     Namespace,
@@ -37,6 +39,7 @@ Script = Callable[[Request], Sequence[int]]
 class _Running:
     request: Request
     tokens: list[int]
+    reasoning: ReasoningTracker | None
     num_sent: int = 0
 
 
@@ -44,7 +47,8 @@ class _Running:
 class ScriptedEngine:
     """Implements `EngineCore`: each step gives every request its next `tokens_per_step` tokens of the script.
 
-    Ends by EOS, stop ids and max_tokens as the real one does. `fail_next` is raised by the next step or hint.
+    Ends by EOS, stop ids and max_tokens as the real one does, and reasoning by its budget: the end marker
+    takes the place of a token of the script. `fail_next` is raised by the next step or hint.
     """
 
     script: Script
@@ -64,7 +68,9 @@ class ScriptedEngine:
         if request.params.seed == -1:
             raise RequestError("the engine refuses this seed", "seed")
         self.added.append(request)
-        self.running[request.request_id] = _Running(request, list(self.script(request)))
+        prompt, eos = request.tokens.slice(0), request.eos_token_ids
+        reasoning = ReasoningTracker.of(request.params, prompt, (), eos)
+        self.running[request.request_id] = _Running(request, list(self.script(request)), reasoning)
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self.step_s)
@@ -78,6 +84,10 @@ class ScriptedEngine:
         new: list[int] = []
         while len(new) < self.tokens_per_step and reason is None:
             new.append(running.tokens[running.num_sent % len(running.tokens)])
+            if running.reasoning is not None:
+                forced_id = running.reasoning.forced_id
+                new[-1] = new[-1] if forced_id is None else forced_id
+                running.reasoning.push(new[-1])
             running.num_sent += 1
             reason = _reason(request, new[-1], running.num_sent)
         error = None
@@ -153,7 +163,8 @@ class ScriptedEngine:
         return EngineStats(len(lengths), 0, active, 0, NUM_BLOCKS - active)
 
     def capability(self) -> CapabilityDescriptor:
-        return CapabilityDescriptor("cpu", "float32", 512, 512, NUM_BLOCKS, BLOCK_SIZE, 64)
+        features = frozenset({REASONING_BUDGETS})
+        return CapabilityDescriptor("cpu", "float32", 512, 512, NUM_BLOCKS, BLOCK_SIZE, 64, features=features)
 
     def end_ranks(self, grace_s: float) -> bool:
         return False

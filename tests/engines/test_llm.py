@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.types import FinishReason, Namespace, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, Prompt, RequestOptions, StopStrings, TextDelta
+from sagellm.engines.native.tokenizer import Tokenizer
 from tests.scripted_engine import ScriptedEngine, says, scripted_llm, toy_tokenizer
+from tests.toy_tokenizers import word_level
 
 TOKENIZER = toy_tokenizer()
 
@@ -123,6 +125,51 @@ def test_usage_counts_the_prompt_once_and_cached_tokens() -> None:
     assert {request.group for request in engine.added} == {completion.request_id}
     ids = [request.request_id for request in engine.added]
     assert ids == [f"{completion.request_id}#{i}" for i in range(3)]
+
+
+# -- reasoning
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 5])
+def test_usage_counts_tokens_of_reasoning(tokens_per_step: int) -> None:
+    llm, _ = llm_saying("a<think>12345</think>6", tokens_per_step=tokens_per_step)
+    llm.submit("x", SamplingParams(n=2))
+    deltas = drain(llm)
+    counts = [delta.usage.reasoning_tokens for delta in deltas]
+    assert counts == sorted(counts)
+    assert counts[-1] == 2 * len(TOKENIZER.encode("12345"))
+    [stopped] = llm.generate("x", SamplingParams(stop=("2",)))
+    assert stopped.usage.reasoning_tokens == 2
+
+
+def test_reasoning_ends_at_its_budget() -> None:
+    llm, engine = llm_saying("<think>12345</think>6")
+    [completion] = llm.generate("x", llm.sampling_params(max_reasoning_tokens=2))
+    assert completion.text == "<think>12</think>45</think>6"
+    assert completion.usage.reasoning_tokens == 2
+    assert engine.added[0].params.reasoning_token_ids == TOKENIZER.reasoning_token_ids
+    [other] = llm.generate("x<think>", SamplingParams(max_reasoning_tokens=0, max_tokens=1))
+    assert other.text == "</think>"
+    own = (TOKENIZER.encode("3")[0], TOKENIZER.encode("5")[0])
+    [marked] = llm.generate(
+        "x", SamplingParams(max_reasoning_tokens=0, reasoning_token_ids=own, max_tokens=6)
+    )
+    assert (marked.text, marked.usage.reasoning_tokens) == ("<think>12355", 0)
+
+
+def test_a_model_without_markers_has_no_budget() -> None:
+    tokenizer = Tokenizer(word_level(), special_tokens={"eos_token": "</s>"})
+    engine = ScriptedEngine(says(tokenizer, "hello world"))
+    llm = LLM(engine, tokenizer, model_name="toy", max_model_len=64)
+    assert not llm.has_reasoning_budgets
+    with pytest.raises(
+        RequestError, match="max_reasoning_tokens: this model has no tokens like <think>"
+    ) as caught:
+        llm.submit("hello", SamplingParams(max_reasoning_tokens=4))
+    assert caught.value.param == "max_reasoning_tokens"
+    assert not engine.added
+    [completion] = llm.generate("hello", SamplingParams())
+    assert completion.usage.reasoning_tokens == 0
 
 
 def test_logprobs_carry_text_bytes_and_offsets() -> None:

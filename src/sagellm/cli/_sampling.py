@@ -14,6 +14,7 @@ class Sampling(OptionGroup):
     """Sampling parameters by the names of `SamplingParams`."""
 
     max_tokens: int | None = flag("N", "Longest answer in tokens; default: what the context holds.")
+    max_reasoning_tokens: int | None = flag("N", "Longest reasoning in tokens; then the model must answer.")
     temperature: float | None = flag("X", "0: always the likeliest token; default: the model's own.")
     top_k: int | None = flag("N", "Choose among the k likeliest tokens.")
     top_p: float | None = flag("X", "Choose among the likeliest tokens that together have this probability.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
 from sagellm.core.protocols.eviction import EvictionPolicy, SimpleExtent
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import Branch, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens, TransportPlan
+from sagellm.core.types import NO_ACCOUNT, Account, KVCacheSchema, Namespace, Tokens
 from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
@@ -56,6 +56,30 @@ class GPUKVPool(FreeListPool):
     def get_free_blocks(self) -> int:
         """The number of free blocks."""
         return self.num_free
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """A run of blocks of one request, for a transfer or a tier."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    first_token: int
+    num_tokens: int
+    token_hash: bytes = b""
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransportPlan:
+    """Chunks to move between two instances, in order, in messages of `chunk_bytes` at most."""
+
+    source: str
+    target: str
+    chunks: tuple[KVChunk, ...]
+    schema: KVCacheSchema
+    chunk_bytes: int = 1 << 20
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class KVBackendProtocol(KVPool, Protocol):

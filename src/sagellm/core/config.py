@@ -22,6 +22,8 @@ from sagellm.core.ports import SagePorts
 from sagellm.core.sections import Fraction, Positive, Seconds, Section, Word, key
 from sagellm.core.types import MAX_N
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's values of a request's `reasoning_effort`."""
 ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 GPU_MEMORY_SHARE = 0.8
 CPU_MEMORY_SHARE = 0.25
@@ -285,6 +287,9 @@ class ServerConfig(Section):
     )
     max_client_tokens: Positive | None = key(
         None, "the same of all open requests of one client; more are answered 429"
+    )
+    reasoning_budgets: dict[Effort, Annotated[int, Field(ge=0)]] = key(
+        {}, "max_reasoning_tokens of chats without any, by reasoning_effort: {low: 512, high: 8192}"
     )
     max_priority: int | None = key(
         0, "highest priority that a request may ask for (any may ask for less); none: any"

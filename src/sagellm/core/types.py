@@ -24,6 +24,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
+REASONING_BUDGETS = "reasoning_budgets"
+"""The feature of a backend that ends reasoning at `SamplingParams.max_reasoning_tokens`."""
 APPROXIMATE_REUSE = "approximate_reuse"
 """The feature of an engine that copies KV to other positions, for requests that ask for it."""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1024
@@ -42,6 +44,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "max_tokens": (0, math.inf),
+    "max_reasoning_tokens": (0, math.inf),
 }
 BlockIds: TypeAlias = "array[int]"
 """Ids of blocks in order of position, as one int32 buffer (`array("i")`)."""
@@ -229,6 +232,10 @@ class SamplingParams:
     `logprobs` asks for the log-probability of each generated token and of that many alternatives,
     `prompt_logprobs` for the same of each prompt token, given those before it. With `max_tokens == 0` the
     prompt is computed and nothing is generated.
+
+    With `max_reasoning_tokens` at most so many tokens come between the markers of reasoning, and then the end
+    marker, whatever the model would draw. `reasoning_token_ids`: start and end marker; empty: those of the
+    tokenizer, which `LLM` fills in.
     """
 
     temperature: float = 1.0
@@ -244,6 +251,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: int | None = None
+    max_reasoning_tokens: int | None = None
+    reasoning_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -255,8 +264,9 @@ class SamplingParams:
         several = (stop,) if isinstance(stop, str) else stop
         texts = _as_tuple("stop", "a string or several", several, lambda value: isinstance(value, str))
         object.__setattr__(self, "stop", texts)
-        stop_ids = _as_tuple("stop_token_ids", "several token ids", self.stop_token_ids, _is_integer)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
+        for name in ("stop_token_ids", "reasoning_token_ids"):
+            ids = _as_tuple(name, "several token ids", getattr(self, name), _is_integer)
+            object.__setattr__(self, name, ids)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         for name, wanted, is_right in _FIELD_TYPES:
             if not is_right(value := getattr(self, name)):
@@ -269,6 +279,10 @@ class SamplingParams:
             excess = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise RequestError(excess, "min_tokens")
         self._check_stop()
+        markers = self.reasoning_token_ids
+        if markers and not len(markers) == len(set(markers)) == 2:
+            given = "reasoning_token_ids must be two different ids: of the start and of the end marker"
+            raise RequestError(f"{given}, got {shown(markers)}", "reasoning_token_ids")
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
 
@@ -574,27 +588,3 @@ class CapabilityDescriptor:
     prefill_token_s: float = 0.0
     prefill_token_squared_s: float = 0.0
     weight_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KVChunk:
-    """A run of blocks of one request, for a transfer or a tier."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    first_token: int
-    num_tokens: int
-    token_hash: bytes = b""
-    checksum: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TransportPlan:
-    """Chunks to move between two instances, in order, in messages of `chunk_bytes` at most."""
-
-    source: str
-    target: str
-    chunks: tuple[KVChunk, ...]
-    schema: KVCacheSchema
-    chunk_bytes: int = 1 << 20
-    options: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
-from sagellm.core.types import APPROXIMATE_REUSE, PROMPT_LOGPROBS, CapabilityDescriptor, Request
+from sagellm.core.types import (
+    APPROXIMATE_REUSE,
+    PROMPT_LOGPROBS,
+    REASONING_BUDGETS,
+    CapabilityDescriptor,
+    Request,
+)
 
 
 def check_request(
@@ -37,10 +43,27 @@ def check_request(
             "the server, or leave the field out",
             APPROXIMATE_REUSE,
         )
+    _check_reasoning(request, capability)
     _check_ids("logit_bias: ", params.logit_bias, vocab_size, "logit_bias")
     _check_ids("stop_token_ids: ", params.stop_token_ids, vocab_size, "stop_token_ids")
     _check_ids("generated: ", request.generated, vocab_size, "generated")
     _check_generated(request)
+
+
+def _check_reasoning(request: Request, capability: CapabilityDescriptor) -> None:
+    """A budget needs a backend that keeps it, and markers."""
+    params, field = request.params, "max_reasoning_tokens"
+    _check_ids(
+        "reasoning_token_ids: ", params.reasoning_token_ids, capability.vocab_size, "reasoning_token_ids"
+    )
+    if params.max_reasoning_tokens is None:
+        return
+    if REASONING_BUDGETS not in capability.features:
+        raise UnsupportedParameterError(
+            f"{field}: what computes on {capability.device} does not end reasoning: leave it out", field
+        )
+    if not params.reasoning_token_ids:
+        raise RequestError(f"{field} needs reasoning_token_ids: the start and the end marker", field)
 
 
 def _check_length(request: Request, max_model_len: int, account_tokens: int) -> None:

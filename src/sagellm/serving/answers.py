@@ -37,6 +37,12 @@ class CachedTokens(Body):
     cache_miss_blocks: dict[str, int] | None = None
 
 
+class ReasoningUsage(Body):
+    """Of the generated tokens, those between the markers of reasoning; for models that have such markers."""
+
+    reasoning_tokens: int
+
+
 class TokenUsage(Body):
     """Tokens of all prompts and choices of a request."""
 
@@ -44,6 +50,7 @@ class TokenUsage(Body):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningUsage | None = None
 
 
 Finish = Literal["stop", "length"]
@@ -305,7 +312,8 @@ class ErrorAnswer(Body):
 class AnswerHead:
     """What every part of one answer repeats, and its size: `num_choices` for each prompt.
 
-    `with_misses`: the tenant asked why blocks of its prompt had to be computed.
+    `with_misses`: the tenant asked why blocks of its prompt had to be computed. `marks_reasoning`: the model
+    has markers of reasoning, so that its tokens are counted.
     """
 
     answer_id: str
@@ -316,6 +324,7 @@ class AnswerHead:
     tenant: str = ""
     bytes_per_block: int = 0
     with_misses: bool = False
+    marks_reasoning: bool = False
 
 
 class Reply(ABC):
@@ -359,12 +368,15 @@ class Reply(ABC):
         if self.head.with_misses and misses is not None:  # a tenant must not hear what another one has cached
             own = misses._replace(cold=misses.cold + misses.namespace, namespace=0)
             details["cache_miss_blocks"] = own._asdict()
-        return {
+        found: Json = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.total_tokens,
             "prompt_tokens_details": details,
         }
+        if self.head.marks_reasoning:
+            found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        return found
 
     def _eviction(self, usage: Usage) -> Json:
         """What the cache evicted of the prompt, if the request asked (`return_cache_misses`)."""

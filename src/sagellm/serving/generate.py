@@ -126,6 +126,7 @@ class GenerationRoutes:
             tenant=options.tenant,
             bytes_per_block=self.gateway.llm.bytes_per_block,
             with_misses=bool(body.return_cache_misses),
+            marks_reasoning=bool(self.gateway.llm.tokenizer.reasoning_token_ids),
         )
         return generation, head
 

@@ -71,6 +71,8 @@ class ServerMetrics(Collector):
         self._prompt = self._tokens("prompt_tokens", "Prompt tokens of requests that have started")
         self._cached = self._tokens("cached_tokens", "Prompt tokens taken from the KV cache")
         self._generated = self._tokens("generation_tokens", "Tokens generated")
+        reasoning = "Tokens generated between the markers of reasoning; part of generation_tokens"
+        self._reasoning = self._tokens("reasoning_tokens", reasoning)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduling", _SLOW_S)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one sequence", _FAST_S)
@@ -93,6 +95,7 @@ class ServerMetrics(Collector):
         self._prompt.inc(usage.prompt_tokens - before.prompt_tokens)
         self._cached.inc(max(0, usage.cached_tokens - before.cached_tokens))
         self._generated.inc(usage.completion_tokens - before.completion_tokens)
+        self._reasoning.inc(usage.reasoning_tokens - before.reasoning_tokens)
         if times.queued_s is None and delta.queued_s is not None:
             times.queued_s = delta.queued_s
             self._queue.observe(delta.queued_s)

@@ -441,6 +441,9 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, max_model_len - 1)),
+        "max_reasoning_tokens": _or_null(
+            *[_in_range("max_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
+        ),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
         "logit_bias": _or_null(logit_bias),

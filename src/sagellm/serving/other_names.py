@@ -20,7 +20,7 @@ OF_OTHER_SERVERS = frozenset(
         "draft_model", "ttl",
         # vLLM
         "include_reasoning", "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs",
-        "repetition_detection", "request_id", "stream_interval", "thinking_token_budget", "truncation_side",
+        "repetition_detection", "request_id", "stream_interval", "truncation_side",
         # SGLang
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "custom_params",
         "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "images_config", "rid",
@@ -47,6 +47,8 @@ RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "return_full_text": "echo",
     "sampling_seed": "seed",
+    "thinking_budget": "max_reasoning_tokens",
+    "thinking_token_budget": "max_reasoning_tokens",
 }
 """Other servers' names for fields that OpenAI or vLLM name otherwise."""
 

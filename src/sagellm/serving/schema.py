@@ -17,6 +17,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -31,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from sagellm.core.config import ServerConfig
+from sagellm.core.config import Effort, ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
@@ -51,8 +52,6 @@ MAX_LISTED = 2**16
 
 MAX_PRIORITY = 2**31
 MAX_SALT_CHARS = 2**16
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 KVHints = Annotated[KVHintsEnvelope, PlainValidator(KVHintsEnvelope.parse)]
 
@@ -220,6 +219,7 @@ class GenerationFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_reasoning_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -360,6 +360,15 @@ class ChatRequest(TemplateFields, GenerationFields):
         if both and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ: send one", "max_tokens")
         return self
+
+    def options(self, llm: LLM, settings: ServerConfig, client: Client) -> RequestOptions:
+        """Also the budget that the configuration has for the request's `reasoning_effort`."""
+        options = super().options(llm, settings, client)
+        effort = self.reasoning_effort
+        budget = None if effort is None else settings.reasoning_budgets.get(effort)
+        if budget is None or self.max_reasoning_tokens is not None or not llm.has_reasoning_budgets:
+            return options
+        return replace(options, params=replace(options.params, max_reasoning_tokens=budget))
 
     def sampling(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

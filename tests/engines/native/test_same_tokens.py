@@ -38,12 +38,16 @@ from tests.tiny_models import DISTINCT, RECURRENT, TINY_MODELS, VOCAB, save_tiny
 BLOCK = 4
 MAX_LEN = 96
 HOST_BYTES = 1 << 18
+THINK = random.Random(0).randrange(3, VOCAB)
+"""The first token of prompts of family 0, so that reasoning is open at their end."""
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
     SamplingParams(temperature=1.1, seed=5),
     SamplingParams(temperature=0.9, seed=6, top_k=20, top_p=0.9, min_p=0.01, logit_bias={7: 2.0}),
     SamplingParams(temperature=1.0),  # the seed comes from the engine's and the request's name
+    SamplingParams(temperature=1.2, seed=7, max_reasoning_tokens=2, reasoning_token_ids=(THINK, 4)),
+    SamplingParams(temperature=0.0, max_reasoning_tokens=1, reasoning_token_ids=(THINK, 4)),
 )
 
 
@@ -123,7 +127,7 @@ def alone(
 
 requests = st.lists(
     st.tuples(
-        st.integers(0, 1), st.integers(1, 40), st.integers(0, 3), st.integers(1, 10), st.integers(0, 4)
+        st.integers(0, 1), st.integers(1, 40), st.integers(0, 3), st.integers(1, 10), st.integers(0, 6)
     ),
     min_size=1,
     max_size=6,

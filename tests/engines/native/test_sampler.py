@@ -218,3 +218,46 @@ def test_penalties_count_whoever_made_the_row(inside: bool) -> None:
         row = row_of(SamplingParams(temperature=0.0, repetition_penalty=2.5))
     row.accept(3)
     assert sample(torch.eye(VOCAB)[3:4].clone() + 0.9, [row]).token_ids == [0]
+
+
+THINK = {"max_reasoning_tokens": 2, "reasoning_token_ids": (5, 6)}
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0}, {"min_tokens": 9, "stop_token_ids": (6,)}]
+)
+def test_a_spent_budget_forces_the_end_marker_whatever_is_drawn(params: dict[str, Any]) -> None:
+    logits = torch.eye(VOCAB)[3:4] * 50
+    row = row_of(SamplingParams(**params, **THINK), prompt=[5], outputs=[3])
+    assert sample(logits.clone(), [row]).token_ids == [3]
+    row.accept(3)
+    free = row_of(SamplingParams(temperature=0.0))
+    assert sample(logits.repeat(2, 1), [row, free]).token_ids == [6, 3]
+    row.accept(6)
+    assert sample(logits.clone(), [row]).token_ids == [3]
+
+
+def test_a_forced_token_has_the_models_own_logprob() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = logits.log_softmax(-1)[0, 6]
+    row = row_of(SamplingParams(logprobs=1, **THINK), prompt=[5], outputs=[3, 3])
+    drawn = sample(logits.clone(), [row])
+    assert drawn.token_ids == [drawn.logprobs[0].token_id] == [6]
+    assert drawn.logprobs[0].logprob == pytest.approx(float(expected))
+    assert drawn.logprobs[0].top[0][0] == int(logits.argmax())
+
+
+def test_a_budget_hides_no_broken_row() -> None:
+    rows = [
+        row_of(SamplingParams(temperature=heat, **THINK), prompt=[5], outputs=[3, 3]) for heat in (0.0, 1.0)
+    ]
+    assert sample(torch.full((2, VOCAB), math.nan), rows).token_ids == [NO_TOKEN, NO_TOKEN]
+    assert sample(torch.full((1, VOCAB), math.nan), rows[:1]).token_ids == [NO_TOKEN]
+
+
+def test_a_row_behind_proposed_tokens_has_counted_them_and_the_row_itself_has_not() -> None:
+    row = row_of(SamplingParams(temperature=0.0, **THINK), prompt=[5])
+    logits = torch.eye(VOCAB)[3:4].repeat(4, 1)
+    chain = [row.after([3, 3, 6][:length]) for length in range(4)]
+    assert sample(logits.clone(), chain).token_ids == [3, 3, 6, 3]
+    assert sample(logits[:1].clone(), [row]).token_ids == [3]

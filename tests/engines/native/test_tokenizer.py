@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Split
 
 from sagellm.core.errors import ModelError, RequestError, UnsupportedParameterError
 from sagellm.engines.native.tokenizer import Tokenizer
-from tests.toy_tokenizers import CHATML, MAKERS, byte_level
+from tests.toy_tokenizers import CHATML, MAKERS, byte_level, word_level
 
 TEXTS = ["hello world", "  two  spaces ", "naïve 你好 🙂🙃", "line\nline", "<think>1+1=2</think> 2", "", "a"]
 WITH_BOS = (
@@ -242,6 +242,15 @@ def test_end_tokens_and_recommended_sampling(tmp_path: Path) -> None:
     assert tokenizer.default_sampling == {"temperature": 0.6, "top_k": 20}
     folder_with(folder, fast, generation_config={"do_sample": False, "temperature": 0.6})
     assert Tokenizer.from_folder(folder).default_sampling == {"temperature": 0.0}
+
+
+def test_the_markers_of_reasoning() -> None:
+    fast = byte_level()
+    assert Tokenizer(fast).reasoning_token_ids == (fast.token_to_id("<think>"), fast.token_to_id("</think>"))
+    assert Tokenizer(word_level()).reasoning_token_ids == ()
+    fast = word_level()
+    fast.add_tokens(["<think>", "[THINK]", "[/THINK]"])  # one marker alone marks nothing
+    assert Tokenizer(fast).reasoning_token_ids == (fast.token_to_id("[THINK]"), fast.token_to_id("[/THINK]"))
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ class TextTokenizer(Protocol):
         """Any of these ends a generation."""
 
     @property
+    def reasoning_token_ids(self) -> tuple[int, ...]:
+        """The tokens before and behind reasoning (`<think>`, `</think>`); empty: there are none."""
+
+    @property
     def vocab_size(self) -> int:
         """Ids are below this."""
 

@@ -24,7 +24,7 @@ class Usage:
     computed (for the first choice); None where the engine does not attribute misses. `evicted`: the
     evicted part of the first prompt that has one, for a request that `reports_eviction`, its seconds counted
     from the arrival. `approximate_tokens`: prompt tokens whose KV was copied from another position; they are
-    no cached ones.
+    no cached ones. `reasoning_tokens`: those of `completion_tokens` between the markers of reasoning.
     """
 
     prompt_tokens: int = 0
@@ -33,6 +33,7 @@ class Usage:
     misses: MissCounts | None = None
     evicted: PromptSpan | None = None
     approximate_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -46,6 +47,7 @@ class Usage:
             other.misses if self.misses is None else self.misses.plus(other.misses),
             self.evicted or other.evicted,
             self.approximate_tokens + other.approximate_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
     def __sub__(self, other: Usage) -> Usage:
@@ -57,6 +59,7 @@ class Usage:
             self.misses if self.misses is None else self.misses.minus(other.misses),
             self.evicted,
             self.approximate_tokens - other.approximate_tokens,
+            self.reasoning_tokens - other.reasoning_tokens,
         )
 
 

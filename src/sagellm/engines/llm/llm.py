@@ -20,6 +20,7 @@ from sagellm.core.protocols.engine import (
 from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
+    REASONING_BUDGETS,
     SLO,
     CapabilityDescriptor,
     FinishReason,
@@ -95,9 +96,16 @@ class _OpenRequest:
     @property
     def usage(self) -> Usage:
         generated = sum(stream.num_tokens for stream in self.streams.values())
-        cached = self.num_cached_tokens or 0
-        approximate = min(self.num_approximate_tokens, self.num_prompt_tokens)
-        return Usage(self.num_prompt_tokens, generated, cached, self.misses, self.evicted, approximate)
+        reasoning = sum(stream.num_reasoning_tokens for stream in self.streams.values())
+        return Usage(
+            self.num_prompt_tokens,
+            generated,
+            self.num_cached_tokens or 0,
+            self.misses,
+            self.evicted,
+            min(self.num_approximate_tokens, self.num_prompt_tokens),
+            reasoning,
+        )
 
 
 class LLM:
@@ -170,7 +178,9 @@ class LLM:
             raise _no_prompt(ids) from None
 
     def resolve(self, tokens: Tokens, params: SamplingParams) -> SamplingParams:
-        """`params` with `max_tokens` filled in. Raises `RequestError` for what can never fit the model."""
+        """`params` with `max_tokens` and the markers of reasoning filled in.
+
+        Raises `RequestError` for what can never fit the model."""
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -182,6 +192,12 @@ class LLM:
             if not 0 <= token_id < self.tokenizer.vocab_size:
                 limit = f"[0, {self.tokenizer.vocab_size})"
                 raise RequestError(f"logit_bias: token id {token_id} is not in {limit}", "logit_bias")
+        if params.max_reasoning_tokens is not None and not params.reasoning_token_ids:
+            if not self.tokenizer.reasoning_token_ids:
+                field, markers = "max_reasoning_tokens", "like <think> and </think>"
+                text = f"{field}: this model has no tokens {markers} that mark its reasoning: leave it out"
+                raise RequestError(text, field)
+            params = replace(params, reasoning_token_ids=self.tokenizer.reasoning_token_ids)
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
         if params.max_tokens > room:
@@ -318,6 +334,12 @@ class LLM:
     def capability(self) -> CapabilityDescriptor:
         """What the engine can do, and on which device."""
         return self._engine.capability()
+
+    @property
+    def has_reasoning_budgets(self) -> bool:
+        """Whether requests may have `max_reasoning_tokens`."""
+        ends_reasoning = REASONING_BUDGETS in self._engine.capability().features
+        return ends_reasoning and bool(self.tokenizer.reasoning_token_ids)
 
     @property
     def bytes_per_block(self) -> int:

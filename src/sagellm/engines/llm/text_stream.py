@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.protocols.tokenizer import TextTokenizer
 from sagellm.core.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.llm.completion import TokenText
@@ -32,8 +33,17 @@ class TextStream:
         self._detokenizer = tokenizer.stream()
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_chars = 0
+        markers = params.reasoning_token_ids or tokenizer.reasoning_token_ids
+        self._reasoning = None
+        if markers:
+            self._reasoning = ReasoningTracker.behind(prompt.slice(0), markers, tokenizer.eos_token_ids)
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of `num_tokens` between the markers of reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def feed(self, output: RequestOutput) -> tuple[str, tuple[int, ...], tuple[TokenText, ...]]:
         """The text, token ids and log-probabilities that a step added; may set `finish_reason`."""
@@ -45,6 +55,8 @@ class TextStream:
         token_ids = output.new_token_ids
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
+            if self._reasoning is not None:
+                self._reasoning.push(token_id)
             is_silent = position == len(token_ids) - 1 and self._ends_silently(token_id, output.finish_reason)
             if position < len(output.logprobs) and not (is_silent and self._params.prompt_logprobs is None):
                 logprobs.append(self._with_text(output.logprobs[position], self._num_chars))

@@ -21,6 +21,7 @@ from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import (
     PROMPT_LOGPROBS,
+    REASONING_BUDGETS,
     CapabilityDescriptor,
     KVCacheSchema,
     SamplingParams,
@@ -59,6 +60,7 @@ FEATURES = frozenset(
         "mixed_batch",
         "logprobs",
         PROMPT_LOGPROBS,
+        REASONING_BUDGETS,
         "penalties",
         "sliding_window",
         "speculative_decoding",

@@ -1,7 +1,8 @@
 """From logits to tokens and log-probabilities, for all rows of a step.
 
 Order of operations: logit_bias, min_tokens mask, penalties, temperature, top_k, top_p, min_p, draw. An
-operation that no row asks for costs nothing.
+operation that no row asks for costs nothing. Where a budget of reasoning is spent, its end marker takes the
+place of the drawn token, and has the log-probability that the model gives it.
 
 Each of top_k, top_p and min_p keeps a first part of the tokens in order of falling logits, ties by rising id.
 So a row needs only its largest logits, as many as are kept and one more: `topk` of a size that grows until it
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.core.types import SamplingParams, TokenLogprob
 from sagellm.engines.native.memory import to_device
@@ -50,8 +53,8 @@ def uniform(seed: int, position: int) -> float:
 @dataclass(slots=True)
 class RowSampler:
     """Sampling state of one row. `num_outputs` counts the tokens drawn so far. `seen` (bool [vocab], prompt
-    and output) and `counts` (float [vocab], output) exist only under penalties. A row that `is_plain` takes
-    the greatest logit and asks for nothing else.
+    and output) and `counts` (float [vocab], output) exist only under penalties, `reasoning` only with a
+    budget. A row that `is_plain` takes the greatest logit, or what the budget forces.
     """
 
     params: SamplingParams
@@ -62,16 +65,18 @@ class RowSampler:
     bias: torch.Tensor | None = None
     seen: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    reasoning: ReasoningTracker | None = None
     is_plain: bool = False
 
     @classmethod
     def of(
         cls, params: SamplingParams, seed: int, prompt: Sequence[int], outputs: Sequence[int],
-        eos_token_ids: Iterable[int], vocab_size: int, device: torch.device,
+        eos_token_ids: Collection[int], vocab_size: int, device: torch.device,
     ) -> RowSampler:  # fmt: skip
         """The state of a row that has drawn `outputs` after `prompt`."""
         held_back = {*eos_token_ids, *params.stop_token_ids} if params.min_tokens else ()
         row = cls(params, seed, len(outputs), tuple(i for i in sorted(held_back) if 0 <= i < vocab_size))
+        row.reasoning = ReasoningTracker.of(params, prompt, outputs, eos_token_ids)
         if params.logit_bias:
             known = {i: bias for i, bias in params.logit_bias.items() if 0 <= i < vocab_size}
             row.bias_ids = torch.tensor(list(known), dtype=torch.long, device=device)
@@ -91,10 +96,12 @@ class RowSampler:
         """The state once these tokens are drawn. This one stays as it is."""
         if not token_ids:
             return self
-        if self.seen is None or self.counts is None:
+        if self.seen is None and self.reasoning is None:
             return replace(self, num_outputs=self.num_outputs + len(token_ids))
-        with torch.inference_mode():
-            later = replace(self, seen=self.seen.clone(), counts=self.counts.clone())
+        later = replace(self, reasoning=copy(self.reasoning))
+        if self.seen is not None and self.counts is not None:
+            with torch.inference_mode():
+                later.seen, later.counts = self.seen.clone(), self.counts.clone()
         for token_id in token_ids:
             later.accept(token_id)
         return later
@@ -102,6 +109,8 @@ class RowSampler:
     def accept(self, token_id: int) -> None:
         """Count a token that was drawn for the row."""
         self.num_outputs += 1
+        if self.reasoning is not None:
+            self.reasoning.push(token_id)
         if self.seen is not None and self.counts is not None:
             with torch.inference_mode():  # they may have been made in it, by the engine's caller
                 self.seen[token_id] = True
@@ -127,7 +136,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | N
     given. Does not count the tokens. A row whose logits are not numbers gets `NO_TOKEN`.
     """
     if logits.is_cpu and all(row.is_plain for row in rows):
-        return SampledTokens(_greedy(logits.numpy()))
+        return SampledTokens(_forced(_greedy(logits.numpy()), rows))
     return _sample(logits, rows, by_kernel)
 
 
@@ -137,6 +146,15 @@ def _greedy(logits: npt.NDArray[np.floating[Any]]) -> list[int]:
     """
     ids: list[int] = logits.argmax(-1).tolist()
     return [token if math.isfinite(logits[i, token]) else NO_TOKEN for i, token in enumerate(ids)]
+
+
+def _forced(token_ids: list[int], rows: Sequence[RowSampler]) -> list[int]:
+    """The drawn tokens, with end markers where budgets of reasoning force them."""
+    for i, row in enumerate(rows):
+        if row.reasoning is not None and token_ids[i] != NO_TOKEN:
+            forced_id = row.reasoning.forced_id
+            token_ids[i] = token_ids[i] if forced_id is None else forced_id
+    return token_ids
 
 
 @torch.inference_mode()
@@ -154,7 +172,7 @@ def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | 
             ids[drawing] = by_kernel(chosen, best[drawing], params, points)
         else:
             ids[drawing] = torch.tensor(draw(chosen, best[drawing], params, points), device=ids.device)
-    answer = SampledTokens(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
+    answer = SampledTokens(_forced(torch.where(best.isfinite(), ids, NO_TOKEN).tolist(), rows))
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
             answer.logprobs[i] = _logprob(row_logprobs, answer.token_ids[i], rows[i].params.logprobs or 0)

@@ -41,6 +41,13 @@ from sagellm.engines.native.tokenizer_files import read_tokenizer
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SPACE_MARK = "\u2581"
 
+REASONING_MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+)
+"""Start and end of reasoning: of Qwen, DeepSeek and most others, Magistral, Seed-OSS, Kimi."""
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """One byte, in a vocabulary with byte fallback."""
@@ -99,6 +106,9 @@ class Tokenizer:
         )
         eos_id = fast.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = eos_token_ids if eos_id is None else eos_token_ids | {eos_id}
+        found = (list(map(fast.token_to_id, markers)) for markers in REASONING_MARKERS)
+        pairs = (tuple(token_id for token_id in pair if token_id is not None) for pair in found)
+        self.reasoning_token_ids: tuple[int, ...] = next((pair for pair in pairs if len(pair) == 2), ())
         self._kinds = decoder_kinds(description.get("decoder"))
         added = fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -8,14 +8,16 @@ matched for the wrong prefix changes the answer, or is found as a missing positi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from struct import Struct
 
+from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.types import (
+    REASONING_BUDGETS,
     CapabilityDescriptor,
     KVCacheSchema,
     KVGroup,
@@ -38,6 +40,7 @@ class _Row:
     blocks: list[int]
     wants_logprobs: bool
     num_in_state: int
+    reasoning: ReasoningTracker | None = None
 
 
 class TokenBytes:
@@ -69,7 +72,7 @@ class TokenMemoryBackend:
     """Draws `answer(tokens)`, a hash of all tokens so far.
 
     The answer is the same in any batch, chunking and block placement, and with any proposed tokens. The
-    log-probability of a token is minus its position.
+    log-probability of a token is minus its position. Budgets of reasoning are kept.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class TokenMemoryBackend:
         self._windows: list[Window | None] = [sliding_window, *windows[1:]]
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
-            sliding_window=sliding_window,
+            features=frozenset({REASONING_BUDGETS}), sliding_window=sliding_window,
         )  # fmt: skip
         self._memory: list[_Slot] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
@@ -122,7 +125,9 @@ class TokenMemoryBackend:
         for join in plan.joined:
             wants_logprobs = join.params.logprobs is not None
             tokens, block_ids = Tokens.frombytes(join.tokens), list(join.block_ids)
-            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs, join.num_computed)
+            prompt, outputs = tokens.slice(0, join.num_prompt_tokens), tokens.slice(join.num_prompt_tokens)
+            reasoning = ReasoningTracker.of(join.params, prompt, outputs, join.eos_token_ids)
+            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs, join.num_computed, reasoning)
             if self.get_kv_schema().state_bytes and join.num_computed:
                 self._restore(tokens, join)
         for delta in plan.table_deltas:
@@ -236,12 +241,17 @@ class TokenMemoryBackend:
 
     def _draw_chain(self, row_id: int, proposed: Sequence[int]) -> list[int]:
         """The tokens drawn for a row; takes the proposed ones off its tokens."""
-        tokens, drawn = self._rows[row_id].tokens, list[int]()
+        row, drawn = self._rows[row_id], list[int]()
+        tokens, reasoning = row.tokens, None if row.reasoning is None else replace(row.reasoning)
         num_tokens = len(tokens) - len(proposed)
         for expected in (*proposed, None):
             drawn.append(self._draw(row_id, num_tokens + len(drawn)))
+            if reasoning is not None:
+                drawn[-1] = drawn[-1] if reasoning.forced_id is None else reasoning.forced_id
+                reasoning.push(drawn[-1])
             if drawn[-1] != expected:
                 break
+        row.reasoning = reasoning
         for _ in proposed:
             tokens.pop()
         return drawn

@@ -1,0 +1,78 @@
+"""`ReasoningTracker`: which tokens of a sequence are reasoning, and when a budget ends it.
+
+A reasoning model writes its reasoning between a start and an end marker, each one token (`<think>`,
+`</think>`). What a budget forces depends on the tokens so far and on nothing else. So reasoning ends with the
+same token whether the sequence is preempted, computed in chains of proposed tokens, or goes on at another
+instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from sagellm.core.types import SamplingParams
+
+
+@dataclass(slots=True)
+class ReasoningTracker:
+    """Follows one sequence, token by token.
+
+    `is_inside`: the start marker has come, the end marker has not. `num_tokens` counts the tokens between
+    markers, without them, of all reasoning in the answer. `budget`: how many there may be; None: any number.
+    """
+
+    start_id: int
+    end_id: int
+    budget: int | None = None
+    is_inside: bool = False
+    num_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        outputs: Iterable[int],
+        eos_token_ids: Collection[int],
+    ) -> ReasoningTracker | None:
+        """Of a request that has drawn `outputs`; None if its reasoning has no budget."""
+        if params.max_reasoning_tokens is None:
+            return None
+        tracker = cls.behind(prompt, params.reasoning_token_ids, eos_token_ids, params.max_reasoning_tokens)
+        for token_id in outputs:
+            tracker.push(token_id)
+        return tracker
+
+    @classmethod
+    def behind(
+        cls,
+        prompt: Sequence[int],
+        marker_ids: Sequence[int],
+        eos_token_ids: Collection[int],
+        budget: int | None = None,
+    ) -> ReasoningTracker:
+        """At the end of a prompt, whose own reasoning does not count.
+
+        It is inside where the prompt opens reasoning in its last turn, as the templates of some models do:
+        behind the last start marker come no end marker and no end of a turn.
+        """
+        start_id, end_id = marker_ids
+        closing = {end_id, *eos_token_ids}
+        last = next((token for token in reversed(prompt) if token == start_id or token in closing), end_id)
+        return cls(start_id, end_id, budget, last == start_id)
+
+    @property
+    def forced_id(self) -> int | None:
+        """The token that must come next, whatever the model draws; None: any."""
+        is_spent = self.is_inside and self.budget is not None and self.num_tokens >= self.budget
+        return self.end_id if is_spent else None
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token of the answer."""
+        if not self.is_inside:
+            self.is_inside = token_id == self.start_id
+        elif token_id == self.end_id:
+            self.is_inside = False
+        else:
+            self.num_tokens += 1

@@ -1,0 +1,74 @@
+"""Which tokens count as reasoning, and where a budget ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from sagellm.accel.cot.reasoning import ReasoningTracker
+from sagellm.core.types import SamplingParams
+
+THINK, END, EOS, TEXT = 10, 11, 2, 5
+MARKERS = (THINK, END)
+
+
+def behind(prompt: Sequence[int], budget: int | None = None) -> ReasoningTracker:
+    return ReasoningTracker.behind(prompt, MARKERS, {EOS}, budget)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_inside"),
+    [
+        ([TEXT], False),
+        ([TEXT, THINK], True),
+        ([TEXT, THINK, TEXT, TEXT], True),
+        ([THINK, TEXT, END, TEXT], False),
+        ([THINK, TEXT, END, THINK], True),
+        ([THINK, TEXT, EOS, TEXT], False),  # a marker that an earlier turn spells does not open this one
+        ([EOS, THINK, TEXT], True),
+    ],
+)
+def test_a_prompt_may_open_reasoning_in_its_last_turn(prompt: list[int], is_inside: bool) -> None:
+    assert behind(prompt).is_inside is is_inside
+
+
+def test_only_tokens_between_markers_count() -> None:
+    tracker, counts = behind([TEXT]), []
+    for token_id in (TEXT, THINK, TEXT, THINK, END, TEXT, END, THINK, TEXT, END):
+        tracker.push(token_id)
+        counts.append(tracker.num_tokens)
+    assert counts == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3]
+    assert tracker.forced_id is None
+
+
+def test_reasoning_of_the_prompt_does_not_count() -> None:
+    tracker = behind([THINK, TEXT, TEXT, TEXT], budget=1)
+    assert (tracker.num_tokens, tracker.forced_id) == (0, None)
+    tracker.push(TEXT)
+    assert (tracker.num_tokens, tracker.forced_id) == (1, END)
+
+
+def test_all_reasoning_of_an_answer_has_one_budget() -> None:
+    tracker = behind([TEXT], budget=3)
+    for token_id in (THINK, TEXT, TEXT, END, THINK, TEXT):
+        assert tracker.forced_id is None
+        tracker.push(token_id)
+    assert tracker.forced_id == END
+    tracker.push(END)
+    assert tracker.forced_id is None
+    tracker.push(THINK)
+    assert tracker.forced_id == END
+
+
+def test_no_budget_closes_reasoning_that_the_prompt_opens_at_once() -> None:
+    assert behind([THINK], budget=0).forced_id == END
+    assert behind([TEXT], budget=0).forced_id is None
+
+
+def test_a_request_that_goes_on_has_counted_its_outputs() -> None:
+    params = SamplingParams(max_reasoning_tokens=2, reasoning_token_ids=MARKERS)
+    tracker = ReasoningTracker.of(params, [TEXT, THINK], [TEXT, TEXT], frozenset())
+    assert tracker is not None
+    assert tracker.forced_id == END
+    assert ReasoningTracker.of(SamplingParams(), [TEXT, THINK], [TEXT], frozenset()) is None
