@@ -182,6 +182,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "min_tokens": {"max_tokens": 8},
+    "early_stop": {"n": 2},
 }
 """What a field is sent with."""
 BEYOND_SCHEMA = (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from sagellm.core.types import FinishReason
-from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
+from sagellm.engines.llm import Choice, Completion, Consensus, TextDelta, TokenText, Usage
 from sagellm.serving.cache_facts import CacheEviction, CacheSpan
 from sagellm.serving.schema import Body
 
@@ -38,7 +38,7 @@ class CachedTokens(Body):
 
 
 class ReasoningUsage(Body):
-    """Of the generated tokens, those between the markers of reasoning; for models that have such markers."""
+    """The generated tokens between markers of reasoning, if the model has such."""
 
     reasoning_tokens: int
 
@@ -53,7 +53,23 @@ class TokenUsage(Body):
     completion_tokens_details: ReasoningUsage | None = None
 
 
-Finish = Literal["stop", "length"]
+class VoteOutcome(Body):
+    """What became of the `n` choices of one prompt, for `early_stop`.
+
+    Used ones ended by themselves, saved ones were aborted or never started. `answer` has most votes, and
+    choice `majority_index` is the first that gives it; null: none has an answer.
+    """
+
+    samples_used: int
+    samples_saved: int
+    majority_index: int | None
+    answer: str | None
+    votes: int
+    reason: str
+
+
+Finish = Literal["stop", "length", "abort"]
+"""`abort`: of a choice that `early_stop` ended."""
 
 
 class TokenAlternative(Body):
@@ -104,6 +120,7 @@ class ChatCompletion(Body):
     choices: list[ChatChoice]
     usage: TokenUsage
     sagellm: CacheEviction | None = None
+    early_stop: list[VoteOutcome] | None = None
 
 
 class ChatDelta(Body):
@@ -124,7 +141,7 @@ class ChatChunkChoice(Body):
 
 class ChatCompletionChunk(Body):
     """The data of an event of a streamed chat. With `stream_options.include_usage` the last one has usage and
-    no choices."""
+    no choices. With `early_stop`, the last one with choices has its outcome."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -133,6 +150,7 @@ class ChatCompletionChunk(Body):
     choices: list[ChatChunkChoice]
     usage: TokenUsage | None = None
     sagellm: CacheEviction | None = None
+    early_stop: list[VoteOutcome] | None = None
 
 
 class CompletionLogprobs(Body):
@@ -169,11 +187,12 @@ class TextCompletion(Body):
     choices: list[CompletionChoice]
     usage: TokenUsage
     sagellm: CacheEviction | None = None
+    early_stop: list[VoteOutcome] | None = None
 
 
 class TextCompletionChunk(TextCompletion):
     """The data of an event of a streamed completion. With `stream_options.include_usage` the last one has
-    usage and no choices."""
+    usage and no choices. With `early_stop`, the last one with choices of a prompt has its outcome."""
 
     usage: TokenUsage | None = None  # type: ignore[assignment]
 
@@ -313,7 +332,7 @@ class AnswerHead:
     """What every part of one answer repeats, and its size: `num_choices` for each prompt.
 
     `with_misses`: the tenant asked why blocks of its prompt had to be computed. `marks_reasoning`: the model
-    has markers of reasoning, so that its tokens are counted.
+    has markers of reasoning, so that its tokens are counted. `starts_late`: choices may begin late or never.
     """
 
     answer_id: str
@@ -325,6 +344,7 @@ class AnswerHead:
     bytes_per_block: int = 0
     with_misses: bool = False
     marks_reasoning: bool = False
+    starts_late: bool = False
 
 
 class Reply(ABC):
@@ -338,14 +358,33 @@ class Reply(ABC):
 
     def __init__(self, head: AnswerHead) -> None:
         self.head = head
+        self._opened: set[tuple[int, int]] = set()
 
-    @abstractmethod
     def opening(self) -> Iterator[Json]:
         """The chunks before the first delta."""
+        head = self.head
+        for position in range(0 if head.starts_late else head.num_prompts):
+            for index in range(head.num_choices):
+                yield from self._opening_of(position, index)
 
-    @abstractmethod
     def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
         """The chunks for what a delta of the prompt at `position` adds."""
+        choice = position, delta.index
+        if self.head.starts_late and choice not in self._opened:
+            self._opened.add(choice)
+            yield from self._opening_of(*choice)
+        for chunk in self._parts(position, delta):
+            if delta.consensus is not None and chunk["choices"][0]["finish_reason"] is not None:
+                chunk["early_stop"] = [self._outcome(position, delta.consensus)]
+            yield chunk
+
+    @abstractmethod
+    def _opening_of(self, position: int, index: int) -> Iterator[Json]:
+        """The chunks before the first delta of a choice."""
+
+    @abstractmethod
+    def _parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
+        """As `parts`; the last chunk of a delta that ends a choice says why."""
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""
@@ -357,7 +396,23 @@ class Reply(ABC):
             for position, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        return self._wrap(self.kind, choices) | {"usage": self.usage(usage)} | self._eviction(usage)
+        answer = self._wrap(self.kind, choices) | {"usage": self.usage(usage)} | self._eviction(usage)
+        if self.head.starts_late:
+            votes = [(i, each.consensus) for i, each in enumerate(completions) if each.consensus is not None]
+            answer["early_stop"] = [self._outcome(position, consensus) for position, consensus in votes]
+        return answer
+
+    def _outcome(self, position: int, consensus: Consensus) -> Json:
+        """A `VoteOutcome`."""
+        index = consensus.majority_index
+        return {
+            "samples_used": consensus.num_used,
+            "samples_saved": consensus.num_samples - consensus.num_used,
+            "majority_index": None if index is None else position * self.head.num_choices + index,
+            "answer": consensus.answer,
+            "votes": consensus.num_votes,
+            "reason": consensus.reason,
+        }
 
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
@@ -412,11 +467,10 @@ class ChatReply(Reply):
         super().__init__(head)
         self._logprobs = logprobs
 
-    def opening(self) -> Iterator[Json]:
-        for index in range(self.head.num_choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+    def _opening_of(self, position: int, index: int) -> Iterator[Json]:
+        yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
+    def _parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
         if delta.text or (self._logprobs and delta.logprobs):
             yield self._chunk(delta.index, {"content": delta.text}, delta.logprobs)
         if delta.finish_reason is not None:
@@ -472,14 +526,12 @@ class CompletionReply(Reply):
         self._echoes = echoes
         self._scores_prompts = scores_prompts
 
-    def opening(self) -> Iterator[Json]:
-        if self._scores_prompts:
-            return
-        for position, echo in enumerate(self._echoes):
-            for index in range(self.head.num_choices if echo else 0):
-                yield self._chunk(position, index, echo)
+    def _opening_of(self, position: int, index: int) -> Iterator[Json]:
+        echo = self._echoes[position]
+        if echo and not self._scores_prompts:
+            yield self._chunk(position, index, echo)
 
-    def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
+    def _parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
         if delta.prompt_logprobs:
             yield self._chunk(position, delta.index, self._echoes[position], delta.prompt_logprobs)
         if delta.text or delta.finish_reason is not None or (self._logprobs is not None and delta.logprobs):

@@ -374,7 +374,9 @@ class Gateway:
             self._end_with(delta.request_id, error)
             return
         if delta.is_last:
-            self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
+            reason = delta.finish_reason
+            is_voted = delta.consensus is not None  # its last choice may have been aborted
+            self._forget(delta.request_id, "stop" if is_voted or reason is None else reason.value)
         entry.generation.put(entry.position, delta)
 
     def _end_with(self, request_id: str, error: RequestError) -> None:

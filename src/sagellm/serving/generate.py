@@ -127,6 +127,7 @@ class GenerationRoutes:
             bytes_per_block=self.gateway.llm.bytes_per_block,
             with_misses=bool(body.return_cache_misses),
             marks_reasoning=bool(self.gateway.llm.tokenizer.reasoning_token_ids),
+            starts_late=options.early_stop is not None,
         )
         return generation, head
 

@@ -73,6 +73,8 @@ class ServerMetrics(Collector):
         self._generated = self._tokens("generation_tokens", "Tokens generated")
         reasoning = "Tokens generated between the markers of reasoning; part of generation_tokens"
         self._reasoning = self._tokens("reasoning_tokens", reasoning)
+        samples = "Choices of requests with early_stop: used, or saved (aborted or never started)"
+        self._samples = self._counter("early_stop_samples", samples, "outcome")
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduling", _SLOW_S)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one sequence", _FAST_S)
@@ -110,6 +112,10 @@ class ServerMetrics(Collector):
             times.last_s[delta.index] = now_s
         if delta.is_last:
             self._e2e.observe(now_s - times.arrived_s)
+        if delta.consensus is not None:
+            used, asked = delta.consensus.num_used, delta.consensus.num_samples
+            self._samples.labels(self._model, "used").inc(used)
+            self._samples.labels(self._model, "saved").inc(asked - used)
 
     def on_http(self, endpoint: str, method: str, status: int) -> None:
         """Count an HTTP request that has ended; `endpoint` is its route's path, or empty."""

@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 import sagellm
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
+from sagellm.core.protocols.cot import MIN_WINDOW
 from sagellm.core.registry import registry
 from sagellm.core.types import (
     APPROXIMATE_REUSE,
@@ -100,6 +101,7 @@ FOR_CLIENTS: Endpoints = {
             "sampled": {"messages": MESSAGES, "n": 2, "seed": 7, "top_p": 0.9, "max_completion_tokens": 8},
             "logprobs": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "max_tokens": 4},
             "thinking": {"messages": MESSAGES, "enable_thinking": False, "max_tokens": 4},
+            "voted": {"messages": MESSAGES, "n": 4, "early_stop": {"window": 2}, "max_tokens": 32},
         },
         RUNNING,
     ),
@@ -112,6 +114,7 @@ FOR_CLIENTS: Endpoints = {
             "text": {"prompt": "1 + 1 ="},
             "batch": {"prompt": ["1 +", [1, 2, 3]], "max_tokens": 4},
             "stream": {"prompt": "1 + 1 =", "stream": True},
+            "voted": {"prompt": "1 + 1 =", "n": 4, "early_stop": True, "max_tokens": 4, "stream": True},
             "score": {"prompt": "1 + 1 = 2", "max_tokens": 0, "echo": True, "logprobs": 1},
         },
         RUNNING,
@@ -438,6 +441,7 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
+        "early_stop": _or_null({"type": "boolean"}, schema.EarlyStopFields.model_json_schema()),
         "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, max_model_len - 1)),
@@ -535,6 +539,8 @@ def _rules(model: type[BaseModel]) -> Schema:
     if not issubclass(model, schema.GenerationFields):
         return {}
     rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, _given("stream", {"const": True})]}]
+    without = {"properties": {"early_stop": {"enum": [False, None]}}}
+    rules.append({"anyOf": [without, _given("n", {"type": "integer", "minimum": MIN_WINDOW})]})
     if issubclass(model, schema.ChatRequest):
         rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, _given("logprobs", {"const": True})]})
     else:

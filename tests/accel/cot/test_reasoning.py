@@ -50,15 +50,11 @@ def test_reasoning_of_the_prompt_does_not_count() -> None:
 
 
 def test_all_reasoning_of_an_answer_has_one_budget() -> None:
-    tracker = behind([TEXT], budget=3)
-    for token_id in (THINK, TEXT, TEXT, END, THINK, TEXT):
-        assert tracker.forced_id is None
+    tracker, forced = behind([TEXT], budget=3), []
+    for token_id in (THINK, TEXT, TEXT, END, THINK, TEXT, END, THINK):
         tracker.push(token_id)
-    assert tracker.forced_id == END
-    tracker.push(END)
-    assert tracker.forced_id is None
-    tracker.push(THINK)
-    assert tracker.forced_id == END
+        forced.append(tracker.forced_id)
+    assert forced == [None] * 5 + [END, None, END]
 
 
 def test_no_budget_closes_reasoning_that_the_prompt_opens_at_once() -> None:

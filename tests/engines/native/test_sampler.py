@@ -220,7 +220,7 @@ def test_penalties_count_whoever_made_the_row(inside: bool) -> None:
     assert sample(torch.eye(VOCAB)[3:4].clone() + 0.9, [row]).token_ids == [0]
 
 
-THINK = {"max_reasoning_tokens": 2, "reasoning_token_ids": (5, 6)}
+THINK: dict[str, Any] = {"max_reasoning_tokens": 2, "reasoning_token_ids": (5, 6)}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Contract of chain-of-thought acceleration: fewer reasoning tokens for the same answer.
 
-The one module of `accel` that may change output, so that what it did is always reported, and switching it off
-is always possible per request.
+The one module of `accel` that may change output, so that what it did is always reported, and only requests
+that ask for it are concerned. What it decides is a plan; `engines/llm` starts and ends what the plan says.
 """
 
 from __future__ import annotations
@@ -11,46 +11,87 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from sagellm.core.types import Tokens
+from sagellm.core.errors import RequestError
+from sagellm.core.types import MAX_N
+
+MIN_WINDOW = 2
+"""A window of one sample would always agree with itself."""
 
 
 class StepAction(str, Enum):
-    """What follows a reasoning step: continue, end the reasoning, or drop its KV."""
+    """What follows. CONTINUE: start the plan's number of steps. CONCLUDE: end those that run."""
 
     CONTINUE = "continue"
     CONCLUDE = "conclude"
-    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """When samples of one prompt are enough; part of a request.
+
+    `window` samples run at a time. Without `confidence` a window whose answers are all equal is enough. With
+    it, samples are enough when the leading answer beats the second one with this probability.
+    Raises `RequestError`.
+    """
+
+    window: int = 4
+    confidence: float | None = None
+
+    def __post_init__(self) -> None:
+        window: object = self.window
+        if not isinstance(window, int) or not MIN_WINDOW <= window <= MAX_N:
+            raise RequestError(
+                f"early_stop.window must be an integer in [{MIN_WINDOW}, {MAX_N}], got {window}", "early_stop"
+            )
+        if self.confidence is not None and not 0.5 < self.confidence < 1:
+            raise RequestError(
+                f"early_stop.confidence must be above 0.5 and below 1, got {self.confidence}", "early_stop"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStep:
-    """One step of a reasoning chain: its token range and the model's confidence. `confidence` in the answer
-    that the model would give now is 0 to 1, or None where it was not measured."""
+    """A piece of reasoning that ends in an answer.
+
+    Such as one of several samples of a prompt. `answer`: in a form that equal answers share; None while the
+    step runs, and where it has ended without.
+    """
 
     index: int
-    first_token: int
-    num_tokens: int
-    confidence: float | None = None
+    has_ended: bool = False
+    answer: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.answer is not None and not self.has_ended:
+            raise ValueError(f"step {self.index} has an answer, {self.answer!r}, and has not ended")
 
 
 @dataclass(frozen=True, slots=True)
 class CoTPlan:
-    """One action per step, with its reason and the tokens that it should save."""
+    """What follows the steps so far, and why.
 
-    actions: tuple[StepAction, ...]
+    `num_to_start`: how many more steps to start now. `chosen`: index of the first step with the answer that
+    has most votes, and `num_votes` of them; None and 0: no step has one.
+    """
+
+    action: StepAction
     reason: str
-    expected_saved_tokens: int
+    num_to_start: int = 0
+    chosen: int | None = None
+    num_votes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_to_start < 0 or (self.num_to_start and self.action is StepAction.CONCLUDE):
+            raise ValueError(f"a plan to {self.action.value} cannot start {self.num_to_start} steps")
 
 
 class CoTAccelerator(Protocol):
-    """Decides while the chain grows. Deterministic for equal steps."""
+    """Decides what a request still computes. Deterministic for equal steps."""
 
     def accelerate_cot(self, reasoning_steps: Sequence[ReasoningStep]) -> CoTPlan:
-        """An action for each step. Without enough to go on it says `CONTINUE` for all: doing nothing is
-        always right. `CONCLUDE` stands at most once, at the last step."""
+        """What follows, given all steps that have been started, in order of their index.
 
-    def segment(self, tokens: Tokens, start: int) -> Sequence[ReasoningStep]:
-        """Cut the reasoning from token `start` on into steps without gaps."""
+        Without enough to go on it says `CONTINUE`: doing nothing is always right."""
 
 
 class AccelController(Protocol):

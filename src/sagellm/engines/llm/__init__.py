@@ -1,6 +1,6 @@
 """Text in, text out: `LLM`, the options of a request, its answers."""
 
-from sagellm.engines.llm.completion import Choice, Completion, TextDelta, TokenText, Usage
+from sagellm.engines.llm.completion import Choice, Completion, Consensus, TextDelta, TokenText, Usage
 from sagellm.engines.llm.llm import LLM, MAX_SESSION_ID_CHARS, Hints, Prompt, RequestOptions
 from sagellm.engines.llm.text_stream import StopStrings
 
@@ -9,6 +9,7 @@ __all__ = [
     "MAX_SESSION_ID_CHARS",
     "Choice",
     "Completion",
+    "Consensus",
     "Hints",
     "Prompt",
     "RequestOptions",

@@ -81,13 +81,32 @@ class TokenText:
 
 
 @dataclass(frozen=True, slots=True)
+class Consensus:
+    """What became of the samples of a request with `early_stop`.
+
+    Of `num_samples` that were asked for, `num_started` were, and `num_used` ended by themselves; the others
+    were aborted. `answer` has `num_votes`, most of all, and choice `majority_index` is the first that gives
+    it; None and 0: no sample has an answer.
+    """
+
+    num_samples: int
+    num_started: int
+    num_used: int
+    majority_index: int | None
+    answer: str | None
+    num_votes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one step added to choice `index` of a request.
 
     `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
     A choice's first delta has `prompt_logprobs`, an entry for each prompt token, if the request asked for
     them. `error` explains a `FinishReason.ERROR`, with HTTP's `error_status`. `queued_s`: how long the
-    request waited for its first step.
+    request waited for its first step. `consensus`: with the last delta of a request with `early_stop`, unless
+    it failed; samples that it aborts have `FinishReason.ABORT`.
     """
 
     request_id: str
@@ -102,6 +121,7 @@ class TextDelta:
     error_status: int = 500
     is_last: bool = False
     queued_s: float | None = None
+    consensus: Consensus | None = None
 
 
 @dataclass(slots=True)
@@ -118,12 +138,16 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """All choices of one request so far; `add` appends a delta."""
+    """All choices of one request so far; `add` appends a delta.
+
+    With `early_stop`, choices that were not started are left out at the end.
+    """
 
     request_id: str
     choices: list[Choice]
     usage: Usage = Usage()
     error: str | None = None
+    consensus: Consensus | None = None
 
     @classmethod
     def empty(cls, request_id: str, num_choices: int) -> Completion:
@@ -143,3 +167,6 @@ class Completion:
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         self.usage = delta.usage
         self.error = delta.error or self.error
+        if delta.consensus is not None:
+            self.consensus = delta.consensus
+            del self.choices[delta.consensus.num_started :]

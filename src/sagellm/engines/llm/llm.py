@@ -7,9 +7,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, cast
 
+from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, nearest, shown
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
+from sagellm.core.protocols.cot import MIN_WINDOW, EarlyStop, StepAction
 from sagellm.core.protocols.engine import (
     EngineCore,
     EngineDiagnostics,
@@ -32,6 +34,7 @@ from sagellm.core.types import (
     Tokens,
 )
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
+from sagellm.engines.llm.samples import VotedSamples
 from sagellm.engines.llm.text_stream import TextStream
 
 Prompt = str | Tokens | Sequence[int] | Sequence[Message]
@@ -53,6 +56,7 @@ class RequestOptions:
     key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
     events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
     `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
+    `early_stop` starts the `n` choices in windows, and no more once their answers agree.
 
     Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
     """
@@ -69,6 +73,7 @@ class RequestOptions:
     reports_hit: bool = False
     reports_eviction: bool = False
     approximate_reuse: bool = False
+    early_stop: EarlyStop | None = None
 
     def __post_init__(self) -> None:
         params: object = self.params
@@ -78,14 +83,27 @@ class RequestOptions:
         if self.session_id is not None and not 0 < len(self.session_id) <= MAX_SESSION_ID_CHARS:
             size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(self.session_id)}"
             raise RequestError(f"session_id must have {size}", "session_id")
+        early_stop: object = self.early_stop
+        if early_stop is not None and not isinstance(early_stop, EarlyStop):
+            wanted = "early_stop must be an EarlyStop or None"
+            raise RequestError(f"{wanted}, got {shown(early_stop)}", "early_stop")
+        if early_stop is not None and params.n < MIN_WINDOW:
+            least = f"early_stop needs n of at least {MIN_WINDOW}: how many choices there may be"
+            raise RequestError(f"{least}, got {params.n}", "early_stop")
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request as its caller sees it: `n` engine requests over one prompt."""
+    """A request as its caller sees it: `n` engine requests over one prompt.
+
+    `streams`: of the engine requests that have been started, by id. `samples`: with `early_stop`.
+    `reasoning`: at the end of the prompt, for models that mark it.
+    """
 
     request_id: str
     num_prompt_tokens: int
+    samples: VotedSamples | None = None
+    reasoning: ReasoningTracker | None = None
     streams: dict[str, TextStream] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     queued_s: float | None = None
@@ -219,7 +237,8 @@ class LLM:
         """Queue a request and return its id; `step` returns its text. A `RequestError` queues nothing.
 
         Sampling parameters alone are options with nothing else set; None is the model's defaults. With `n >
-        1` the seeds are `seed + index`, and the first choice alone carries out the hints.
+        1` the seeds are `seed + index`, and the first choice alone carries out the hints. With `early_stop`,
+        choices that are not needed end or never begin, and the last delta has the `consensus`.
         """
         if self._closed:
             raise RequestError("this LLM is closed: load it anew")
@@ -244,7 +263,7 @@ class LLM:
             reports_eviction=options.reports_eviction,
             approximate_reuse=options.approximate_reuse,
         )
-        self._add(request_id, list(_expand(request)))
+        self._add(request_id, list(_expand(request)), options.early_stop)
         return request_id
 
     def _options(self, given: RequestOptions | SamplingParams | None) -> RequestOptions:
@@ -298,10 +317,15 @@ class LLM:
         """Run one engine step; returns its deltas, after those that `stream` kept back."""
         deltas, self._undelivered = self._undelivered, []
         outputs = self._engine.step() if self._engine.has_work() else ()
+        voting: dict[str, _OpenRequest] = {}
         for output in outputs:
             opened = self._by_engine_id.get(output.request_id)
             if opened is not None:
                 deltas.append(self._delta(opened, output))
+                if opened.samples is not None and deltas[-1].finish_reason is not None:
+                    voting[opened.request_id] = opened
+        for opened in voting.values():
+            deltas = self._voted(opened, deltas)
         return deltas
 
     def abort(self, request_id: str) -> bool:
@@ -360,9 +384,11 @@ class LLM:
         self._engine.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete one prompt or several together, in order. A failed completion has an `error`."""
+        """Complete one prompt or several together, in order. A failed completion has an `error`.
+
+        `params` as `options` of `submit`."""
         options = self._options(params)
         encoded = [self.encode(prompt) for prompt in _as_prompts(prompts)]
         found: dict[str, Completion] = {}
@@ -415,26 +441,74 @@ class LLM:
             for request_id in waiting_for:
                 self.abort(request_id)
 
-    def _add(self, request_id: str, requests: Sequence[Request]) -> None:
-        """Add all engine requests of one request, or none."""
+    def _add(self, request_id: str, requests: Sequence[Request], early_stop: EarlyStop | None) -> None:
+        """Add all engine requests of one request, or none. With `early_stop`, its first window."""
         taken = [request.request_id for request in requests if request.request_id in self._by_engine_id]
         if taken or request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
         opened = self._open[request_id] = _OpenRequest(request_id, len(requests[0].tokens))
+        markers = requests[0].params.reasoning_token_ids or self.tokenizer.reasoning_token_ids
+        if markers:
+            prompt = requests[0].tokens.slice(0)
+            opened.reasoning = ReasoningTracker.behind(prompt, markers, self.tokenizer.eos_token_ids)
+        if early_stop is not None:
+            end = self.tokenizer.decode(markers[1:], skip_special_tokens=False)
+            opened.samples = VotedSamples(requests, early_stop, end)
+            requests = opened.samples.start(opened.samples.plan().num_to_start)
         try:
             for request in requests:
-                params = request.params
-                if params.max_tokens == 0:  # computing a prompt draws a token, which the text stream drops
-                    request = replace(request, params=replace(params, max_tokens=1))
-                self._engine.add(request)
-                self._by_engine_id[request.request_id] = opened
-                eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-                stop_ids = eos | frozenset(params.stop_token_ids)
-                stream = TextStream(self.tokenizer, params, stop_ids, request.tokens)
-                opened.streams[request.request_id] = stream
+                self._start(opened, request)
         except BaseException:
             self.abort(request_id)
             raise
+
+    def _start(self, opened: _OpenRequest, request: Request) -> None:
+        params = request.params
+        if params.max_tokens == 0:  # computing a prompt draws a token, which the text stream drops
+            request = replace(request, params=replace(params, max_tokens=1))
+        self._engine.add(request)
+        self._by_engine_id[request.request_id] = opened
+        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        reasoning = None if opened.reasoning is None else replace(opened.reasoning)
+        stream = TextStream(self.tokenizer, params, stop_ids, request.tokens, reasoning)
+        opened.streams[request.request_id] = stream
+
+    def _voted(self, opened: _OpenRequest, deltas: list[TextDelta]) -> list[TextDelta]:
+        """Continue or end a request of which samples have ended in a step.
+
+        More samples are started, or those that run are aborted. Returns the `deltas` of the step with those
+        that follow from that.
+        """
+        samples, consensus = opened.samples, None
+        assert samples is not None
+        plan = samples.plan()
+        try:
+            for request in samples.start(plan.num_to_start):
+                self._start(opened, request)
+        except RequestError as error:  # a fleet may have no room for more
+            failed = TextDelta(
+                opened.request_id, len(opened.streams), "", (), opened.usage,
+                finish_reason=FinishReason.ERROR, error=str(error), error_status=error.status,
+            )  # fmt: skip
+            deltas = [*deltas, *self._aborted(opened), failed]
+        else:
+            if plan.action is StepAction.CONTINUE:
+                return deltas
+            consensus = samples.consensus(plan)
+            deltas = [*deltas, *self._aborted(opened)]
+        del self._open[opened.request_id]
+        last = max(i for i, delta in enumerate(deltas) if delta.request_id == opened.request_id)
+        deltas[last] = replace(deltas[last], is_last=True, consensus=consensus)
+        return deltas
+
+    def _aborted(self, opened: _OpenRequest) -> Iterator[TextDelta]:
+        """Abort the choices that run; one delta of each."""
+        for index, (engine_id, stream) in enumerate(opened.streams.items()):
+            if self._by_engine_id.pop(engine_id, None) is not None:
+                self._engine.abort(engine_id)
+                stream.finish_reason = reason = FinishReason.ABORT
+                yield TextDelta(opened.request_id, index, "", (), opened.usage, finish_reason=reason)
 
     def _delta(self, opened: _OpenRequest, output: RequestOutput) -> TextDelta:
         engine_id = output.request_id
@@ -450,11 +524,16 @@ class LLM:
             del self._by_engine_id[engine_id]
             if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on
                 self._engine.abort(engine_id)
-            if all(choice.finish_reason is not None for choice in opened.streams.values()):
+            all_ended = all(choice.finish_reason is not None for choice in opened.streams.values())
+            if all_ended and opened.samples is None:
                 del self._open[opened.request_id]
+        index = list(opened.streams).index(engine_id)
+        if opened.samples is not None:
+            answers = reason is FinishReason.STOP and not stream.is_reasoning
+            opened.samples.add(index, text, has_ended=reason is not None, answers=answers)
         return TextDelta(
             request_id=opened.request_id,
-            index=list(opened.streams).index(engine_id),
+            index=index,
             text=text,
             token_ids=token_ids,
             usage=opened.usage,

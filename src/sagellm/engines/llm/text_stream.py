@@ -20,11 +20,16 @@ class TextStream:
     Text and log-probability of the token that ended the request (an EOS or one of `stop_token_ids`) are left
     out unless `include_stop_str_in_output`. The log-probability stays if those of the prompt are asked for,
     because clients that score a prompt drop the last entry (lm-evaluation-harness). With `max_tokens` 0 the
-    token that the engine drew is dropped.
+    token that the engine drew is dropped. `reasoning`: at the end of the prompt; it counts from there on.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, params: SamplingParams, stop_token_ids: frozenset[int], prompt: Tokens
+        self,
+        tokenizer: TextTokenizer,
+        params: SamplingParams,
+        stop_token_ids: frozenset[int],
+        prompt: Tokens,
+        reasoning: ReasoningTracker | None = None,
     ) -> None:
         self._prompt = prompt
         self._tokenizer = tokenizer
@@ -33,10 +38,7 @@ class TextStream:
         self._detokenizer = tokenizer.stream()
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_chars = 0
-        markers = params.reasoning_token_ids or tokenizer.reasoning_token_ids
-        self._reasoning = None
-        if markers:
-            self._reasoning = ReasoningTracker.behind(prompt.slice(0), markers, tokenizer.eos_token_ids)
+        self._reasoning = reasoning
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
@@ -44,6 +46,11 @@ class TextStream:
     def num_reasoning_tokens(self) -> int:
         """Those of `num_tokens` between the markers of reasoning."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning has begun and not ended."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     def feed(self, output: RequestOutput) -> tuple[str, tuple[int, ...], tuple[TokenText, ...]]:
         """The text, token ids and log-probabilities that a step added; may set `finish_reason`."""
