@@ -23,7 +23,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
 class DraftRow:
     """What the draft has of a request.
 
-    It has KV of `num_computed` tokens: of the first `num_known` that the request had, and of `drawn` behind
+    It has KV of `num_in_pool` tokens: of the first `num_known` that the request had, and of `drawn` behind
     them.
     """
 
@@ -31,7 +31,7 @@ class DraftRow:
     params: SamplingParams
     block_ids: list[int] = field(default_factory=list)
     num_known: int = 0
-    num_computed: int = 0
+    num_in_pool: int = 0
     drawn: tuple[int, ...] = ()
 
     def num_valid(self, tokens: Tokens) -> int:
@@ -41,7 +41,7 @@ class DraftRow:
         """
         later = tokens.slice(self.num_known, self.num_known + len(self.drawn))
         num_equal = accepted_length(self.drawn[: len(later)], later)
-        return min(self.num_known + num_equal, self.num_computed, len(tokens) - 1)
+        return min(self.num_known + num_equal, self.num_in_pool, len(tokens) - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +154,7 @@ class DraftModel:
                 continue
             self._rows[name] = held
             start = held.num_valid(wanted.tokens)
-            held.num_known, held.num_computed, held.drawn = start, start, ()  # should this step fail
+            held.num_known, held.num_in_pool, held.drawn = start, start, ()  # should this step fail
             num_tokens = min(length - start, budget)
             end = length + most - 1 if start + num_tokens == length else start + num_tokens
             if self._has_room(held, end, names):
@@ -253,7 +253,7 @@ class DraftModel:
         """The last token that was drawn has not been computed."""
         held, count = drafting.held, len(drafting.token_ids)
         held.num_known, held.drawn = drafting.length, tuple(drafting.token_ids)
-        held.num_computed = drafting.start + drafting.num_tokens + max(0, count - 1)
+        held.num_in_pool = drafting.start + drafting.num_tokens + max(0, count - 1)
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless each row and block is free or of one request."""
