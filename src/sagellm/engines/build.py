@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import Clock
-from sagellm.core.config import Config, KVConfig, ParallelConfig, SchedulerConfig
+from sagellm.core.config import Config, KVConfig, SchedulerConfig
 from sagellm.core.config_layers import (
     COMMAND_LINE,
     Layer,
@@ -28,11 +27,11 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.build_kv import build_kv, build_tiers, prefill_costs, remote_options
+from sagellm.engines.build_speculation import build_speculation
 from sagellm.engines.config_file import kv_preset_layer, read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
-from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
@@ -183,7 +182,7 @@ def _engine_around(
         PassPipeline(passes),
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
-        speculation=build_speculation(config, capability, clock),
+        speculation=build_speculation(config, capability, build_backend, clock),
         token_copies=build_token_copies(config.kv, backend),
         recompute_tokens=config.kv.approximate_recompute_tokens,
         clock=clock,
@@ -208,76 +207,6 @@ def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopi
         return source()
     except UnsupportedModelError as error:
         raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error
-
-
-def build_speculation(
-    config: Config, capability: CapabilityDescriptor, clock: Clock | None = None
-) -> Speculation | None:
-    """The configured proposer, or None for the method "none".
-
-    Raises `ConfigError` for a backend or model that computes no chains of proposed tokens.
-    """
-    settings = config.speculative
-    if settings.method == "none":
-        return None
-    if "speculative_decoding" not in capability.features:
-        raise ConfigError(
-            f"speculative.method {settings.method!r} needs a backend and a model that compute proposed "
-            f"tokens; those on device {capability.device!r} do not (states of recurrent layers do not go "
-            "back): set speculative.method to none"
-        )
-    options: dict[str, Any] = {**settings.method_options, "name": settings.method}
-    if "backend" not in registry("proposer").options(settings.method):
-        proposer = registry("proposer").create_from(options)
-    else:
-        draft, options = build_draft(config, capability, options)
-        try:
-            proposer = registry("proposer").create_from({**options, "backend": draft})
-        except BaseException:
-            draft.close()
-            raise
-    lengths = ChainLengths() if settings.adaptive else None
-    return Speculation(proposer, settings.num_tokens, lengths, clock)
-
-
-def build_draft(
-    config: Config, capability: CapabilityDescriptor, options: Mapping[str, Any]
-) -> tuple[InferenceBackend, dict[str, Any]]:
-    """The backend of a draft model, and the options that are left.
-
-    `options`: `model`, a folder or hub name, and `num_blocks` of its KV; by default as many tokens as the
-    engine's pool. Raises `ConfigError` for a model with other tokens.
-    """
-    left, method, schema = dict(options), config.speculative.method, capability.kv_schema
-    as_many = capability.num_blocks // (schema.num_groups if schema else 1)
-    name, num_blocks = left.pop("model", None), left.pop("num_blocks", as_many)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"speculative.method {method!r} needs a draft: set speculative.method_options to "
-            "{model: FOLDER}, a small model with the tokens of the one that is served"
-        )
-    if not isinstance(num_blocks, int) or num_blocks < 1:
-        raise ConfigError(f"speculative.method_options: num_blocks is a number of blocks, not {num_blocks!r}")
-    model = {"name": name, "quantization": "none", "max_model_len": None, "served_name": None}
-    draft_config = config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "kv": KVConfig(block_size=config.kv.block_size, num_blocks=num_blocks),
-            "parallel": ParallelConfig(),
-        }
-    )
-    draft = build_backend(draft_config)
-    found = draft.capability()
-    own = found.kv_schema
-    problem = ""
-    if found.vocab_size != capability.vocab_size:
-        problem = f"has {found.vocab_size} tokens, the served model {capability.vocab_size}"
-    elif own is not None and own.state_bytes:
-        problem = "has recurrent layers, whose states do not go back"
-    if problem:
-        draft.close()
-        raise ConfigError(f"the draft {name!r} {problem}: take another one, of the served model's family")
-    return draft, left
 
 
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:

@@ -111,6 +111,8 @@ class Speculation:
         if self._lengths is not None:
             num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
             self._lengths.step_took(num_rows, plan.num_prefill_tokens, num_proposed, spent_s)
+            self._saved_s -= self._proposing_s  # also where none of it is verified
+            self._proposing_s = 0.0
         if not plan.chains:
             return
         names = {state.row: state.request_id for state in draft.proposals}
@@ -123,7 +125,7 @@ class Speculation:
         if self._lengths is not None:
             plain_s = self._lengths.times.seconds(plan.num_tokens - plan.num_proposed_tokens)
             steps = sum(result.num_accepted) / len(plan.decode_rows)
-            self._saved_s += (1 + steps) * plain_s - spent_s - self._proposing_s
+            self._saved_s += (1 + steps) * plain_s - spent_s
 
     def _count(self, num_proposed: int, num_accepted: int) -> None:
         """Positions behind the first refused one are proposed, and not accepted."""

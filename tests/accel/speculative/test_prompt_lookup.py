@@ -15,7 +15,8 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.speculative import Asked, Proposer
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor, Request, Tokens
-from sagellm.engines.build import build_speculation
+from sagellm.engines.build import build_backend
+from sagellm.engines.build_speculation import build_speculation
 
 LOOKUP = {"method": "prompt_lookup"}
 ABLE = CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8, features=frozenset({"speculative_decoding"}))
@@ -98,16 +99,18 @@ def test_lengths_that_make_no_sense(longest: int, shortest: int) -> None:
 
 def test_it_is_built_by_name() -> None:
     assert registry("proposer").names() == ["draft_model", "prompt_lookup", "suffix"]
-    assert build_speculation(Config(), ABLE) is None
-    made = build_speculation(Config.model_validate({"speculative": LOOKUP | {"num_tokens": 7}}), ABLE)
+    assert build_speculation(Config(), ABLE, build_backend) is None
+    made = build_speculation(
+        Config.model_validate({"speculative": LOOKUP | {"num_tokens": 7}}), ABLE, build_backend
+    )
     assert made is not None
     assert made.num_tokens == 7
+    wrong = LOOKUP | {"method_options": {"min_ngram": 9}}
     with pytest.raises(ConfigError, match="min_ngram must be from 1"):
-        build_speculation(
-            Config.model_validate({"speculative": LOOKUP | {"method_options": {"min_ngram": 9}}}), ABLE
-        )
+        build_speculation(Config.model_validate({"speculative": wrong}), ABLE, build_backend)
     with pytest.raises(ConfigError, match=r"do not go back\): set speculative\.method to none"):
         build_speculation(
             Config.model_validate({"speculative": LOOKUP}),
             CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8),
+            build_backend,
         )

@@ -17,7 +17,8 @@ from sagellm.core.config import Config
 from sagellm.core.errors import BookkeepingError, SageError
 from sagellm.core.protocols.speculative import Asked
 from sagellm.core.types import CapabilityDescriptor, Namespace, Request, Tokens
-from sagellm.engines.build import build_speculation
+from sagellm.engines.build import build_backend
+from sagellm.engines.build_speculation import build_speculation
 from tests.effort import examples
 
 ABLE = CapabilityDescriptor("none", "int8", 97, 128, 64, 4, 8, features=frozenset({"speculative_decoding"}))
@@ -182,7 +183,7 @@ def test_trees_are_freed() -> None:
 
 def test_it_is_built_by_name() -> None:
     settings = {"method": "suffix", "method_options": {"alpha": 4, "min_match": 3}, "num_tokens": 16}
-    made = build_speculation(Config.model_validate({"speculative": settings}), ABLE)
+    made = build_speculation(Config.model_validate({"speculative": settings}), ABLE, build_backend)
     assert made is not None
     for options, message in (
         ({"alpha": -1}, "alpha must be above 0"),
@@ -191,7 +192,6 @@ def test_it_is_built_by_name() -> None:
         ({"depths": 3}, "no option 'depths'"),
         ({"depth": "deep"}, "suffix"),
     ):
+        wrong = {"method": "suffix", "method_options": options}
         with pytest.raises(SageError, match=message):
-            build_speculation(
-                Config.model_validate({"speculative": {"method": "suffix", "method_options": options}}), ABLE
-            )
+            build_speculation(Config.model_validate({"speculative": wrong}), ABLE, build_backend)
