@@ -231,7 +231,7 @@ class EngineConfig(Section):
     seed: int = key(0, "seed of requests that bring none", ge=0, lt=2**63)
     kernels: Literal["auto", "off"] = key("auto", "kernels, compiled when first needed; off: torch alone")
     recorded_steps: bool = key(
-        True, "record decode steps and replay them (with kernels; on CPUs up to 8 rows)"
+        True, "record decode steps and replay them (with kernels; on CPUs up to 16 positions)"
     )
     overlap: bool = key(False, "plan the next step while one computes")
 

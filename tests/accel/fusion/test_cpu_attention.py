@@ -293,11 +293,56 @@ def test_outputs_are_rounded_as_torch_does(kernel: FusedKernel, value: float) ->
         assert torch.equal(kernel.apply(*made.args), torch.full((1, 4, 16), value).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_a_few_tokens_are_computed_as_each_alone(kernel: FusedKernel, dtype: torch.dtype, group: int) -> None:
+    """What speculative decoding verifies has the bits of plain decoding, whatever follows a token."""
+    for start, tokens in ((0, 5), (60, 6), (63, 2), (126, 5), (255, 3), (300, 48 // group)):
+        made = scene(
+            [(start, tokens)], heads=2 * group, block_size=16, dtype=dtype, pool_dtype=dtype, seed=start
+        )
+        together = compare(kernel, made)
+        for token in range(tokens):
+            alone = torch.tensor([[token, 1, start + token, 0]])
+            found = kernel.apply(*made.args[:3], alone, *made.args[4:])
+            assert torch.equal(found[token], together[token])
+
+
+def test_no_key_behind_a_token_reaches_it(kernel: FusedKernel) -> None:
+    """Proposed tokens may be absurd: their keys and values may be inf or NaN."""
+    for dtype in DTYPES:
+        made = scene([(61, 7)], dtype=dtype, pool_dtype=dtype, block_size=16)
+        clean = kernel.apply(*made.args)
+        for last in range(1, 7):
+            block, slot = made.tables[(61 + last) // 16], (61 + last) % 16
+            keys, values = made.keys.clone(), made.values.clone()
+            keys[block, slot], values[block, slot] = math.nan, math.inf
+            found = kernel.apply(made.query, keys, values, *made.args[3:])
+            assert torch.equal(found[:last], clean[:last])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 65, 130])
+def test_a_few_tokens_in_a_window(kernel: FusedKernel, window: int) -> None:
+    """What is left of the window of every token is NaN."""
+    for dtype in (torch.float32, torch.bfloat16):
+        made = scene([(200, 5), (2, 7)], dtype=dtype, pool_dtype=dtype, window=window, block_size=8)
+        for position in range(max(0, 201 - window)):
+            made.keys[made.tables[position // 8], position % 8] = math.nan
+            made.values[made.tables[position // 8], position % 8] = math.nan
+        compare(kernel, made)
+
+
+def test_a_span_without_tokens_is_padding(kernel: FusedKernel) -> None:
+    made = scene([(70, 1), (9, 3)])
+    padded = torch.cat([made.spans, torch.zeros(2, 4, dtype=torch.int64)])
+    assert torch.equal(kernel.apply(*made.args[:3], padded, made.tables), kernel.apply(*made.args))
+
+
 def test_what_leads_outside_is_refused(kernel: FusedKernel) -> None:
     good = scene([(9, 3), (5, 1)])
     num_blocks = len(good.keys)
     bad_spans: list[tuple[int, ...]] = [
-        (2, 3, 9, 0), (-1, 1, 5, 3), (0, 0, 5, 0), (0, 1, -1, 0), (0, 1, 40, 0), (0, 1, 5, 4), (0, 1, 5, -1),
+        (2, 3, 9, 0), (-1, 1, 5, 3), (0, -1, 5, 0), (0, 1, -1, 0), (0, 1, 40, 0), (0, 1, 5, 4), (0, 1, 5, -1),
         (0, 1, 2**62, 0), (2**62, 1, 5, 0), (0, 2**62, 5, 0),
     ]  # fmt: skip
     for span in bad_spans:

@@ -17,7 +17,8 @@ from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import SamplingParams
 from sagellm.engines.build import build_engine, load
-from sagellm.engines.native import attention, recorded_steps
+from sagellm.engines.native import attention, matrices
+from sagellm.engines.native import backend as native
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
 from tests.bridged_models import save_bridged
 from tests.effort import usual
@@ -131,7 +132,10 @@ def test_the_same_outputs_by_kernels(
     compare(backend, recorded)
 
 
-def test_steps_with_chains_are_recorded_by_their_positions(kernels: KernelSet, tmp_path: Path) -> None:
+def test_steps_with_chains_are_recorded_by_their_positions(
+    kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "MOST_CPU_ROWS", 8)
     save_tiny(tmp_path, "qwen3")
     recorder = Recorder()
     backend = made(tmp_path, KernelSet(attention=kernels.attention), capture=recorder)
@@ -145,22 +149,47 @@ def test_steps_with_chains_are_recorded_by_their_positions(kernels: KernelSet, t
         driver.add([8, 9], 9)
     driver.step()
     driver.step()
-    assert recorder.replays == 2, "nine positions are more than six rows"
+    assert recorder.replays == 2, "nine positions are more than eight"
 
 
-def test_chains_of_long_contexts_are_not_recorded_on_a_cpu(
-    kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "is_recorded"), [("qwen3", True), ("gemma3", True), ("llama4", False)])
+def test_chains_are_recorded_unless_they_may_leave_an_attention_chunk(
+    name: str, is_recorded: bool, kernels: KernelSet, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(recorded_steps, "MOST_CPU_CHAIN_CONTEXT", 4)
-    save_tiny(tmp_path, "qwen3")
+    save_tiny(tmp_path, name)
     recorder = Recorder()
-    driver = Driver(
-        made(tmp_path, KernelSet(attention=kernels.attention), capture=recorder), propose=lambda _: [1, 2]
-    )
+    backend = made(tmp_path, KernelSet(attention=kernels.attention), capture=recorder)
+    driver = Driver(backend, propose=lambda _: [1, 2])
     driver.add([5, 6, 7, 8], 9)
-    for replays in (0, 1, 1):
+    for _ in range(3):
         driver.step()
-        assert recorder.replays == replays
+    assert (recorder.replays > 0) == is_recorded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_by_kernels_a_chain_has_the_bits_of_plain_decoding(
+    dtype: str, kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of a product, and a token's attention without a window, do not depend on what is beside them."""
+    monkeypatch.setattr(matrices, "time_kernel", lambda *_: {1: (2.0, 1.0)})
+    save_tiny(tmp_path, "qwen3")
+
+    def generated(proposed: Proposals | None, capture: Recorder | None) -> list[Running]:
+        backend = RecordingBackend(
+            tmp_path, num_blocks=96, max_num_seqs=6, block_size=8, threads=1, dtype=dtype,
+            kernels=lambda _: kernels, capture=capture,
+        )  # fmt: skip
+        driver = Driver(backend, propose=proposed or (lambda _: ()))
+        done = [driver.add(list(range(3, 12 + 9 * i)), 30, PARAMS[i], name=f"r{i}") for i in range(3)]
+        driver.run()
+        return done
+
+    plain = generated(None, None)
+    answers = {sequence.name: sequence.outputs for sequence in plain}
+    for capture in (None, Recorder()):
+        for one, two in zip(plain, generated(Proposals(answers, 1), capture), strict=True):
+            assert one.outputs == two.outputs
+            assert all(map(torch.equal, one.logits, two.logits))
 
 
 @pytest.mark.parametrize(

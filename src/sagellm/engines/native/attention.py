@@ -59,6 +59,13 @@ class Span:
     def rows(self) -> slice:
         return slice(self.first_row, self.first_row + self.num_tokens)
 
+    def one_by_one(self) -> list[Span]:
+        """Spans of its tokens, one each."""
+        return [
+            replace(self, first_row=self.first_row + i, num_tokens=1, start=self.start + i)
+            for i in range(self.num_tokens)
+        ]
+
     def in_chunks(self, size: int, block_size: int) -> Iterator[Span]:
         """Its tokens by chunks of the sequence, each a sequence of its own.
 

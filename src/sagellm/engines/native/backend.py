@@ -234,7 +234,7 @@ class NativeBackend:
             return None
         if self._kv.states is not None:  # their rows are not at fixed addresses
             return None
-        sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
+        sizes = buckets(most) if at_start else range(1, MOST_CPU_ROWS + 1)
         with self._current_device():
             steps = RecordedSteps(self._model, self._kv, kernel, capture, sizes, self._max_model_len)
             if at_start:

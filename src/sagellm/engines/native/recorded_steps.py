@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -27,13 +28,8 @@ from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.rows import BatchRows
 
 log = logging.getLogger("sagellm.kernels")
-MOST_CPU_ROWS = 8
-MOST_CPU_CHAIN_CONTEXT = 256
-"""On a CPU chains of longer contexts are not recorded.
-
-As a chunk a chain reads K and V once, not once for each of its positions. With 2,048 tokens that takes 1.0 ms
-a layer and not 2.7 (5 positions, float32, 8 KV heads of 64), and recording saves 0.15.
-"""
+MOST_CPU_ROWS = 16
+"""Positions of a step on a CPU: of more, launching takes next to nothing beside computing."""
 _FIRST_LENGTH = 1024
 _WARM_UPS = 2
 
@@ -104,7 +100,7 @@ class RecordedSteps:
         rows = len(plan.decode_rows) + plan.num_proposed_tokens
         if not rows or plan.prefills or rows > self._sizes[-1]:
             return False
-        if plan.chains and self._is_cpu and max(plan.decode_positions) > MOST_CPU_CHAIN_CONTEXT:
+        if plan.chains and self._is_cpu and self._inputs.has_chunks:  # a chain may go from one to the next
             return False
         size = self._size(rows)
         return size not in self._replays or self._replays[size] is not None
@@ -112,10 +108,10 @@ class RecordedSteps:
     def logits(self, plan: ExecutionPlan, rows: BatchRows) -> torch.Tensor:
         """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites.
 
-        Each position of a chain is a row of its own: all K and V are written before they are read.
+        On a GPU each position of a chain has a span of its own: all K and V are written before they are read.
         """
-        tokens, spans, tables = rows.decodes(plan)
-        size = self._size(len(spans))
+        tokens, spans, tables = rows.decodes(plan, unrolled=not self._is_cpu)
+        size = self._size(len(tokens))
         self._ensure_length(max(span.end for span in spans))
         self._inputs.fill(tokens, spans, tables, size)
         replay = self._replays.get(size)
@@ -123,7 +119,7 @@ class RecordedSteps:
             self._record(size)
         else:
             replay()
-        return self._model.limited(self._logits_of[len(spans)])
+        return self._model.limited(self._logits_of[len(tokens)])
 
     def _ensure_length(self, length: int) -> None:
         """Discard recordings that are too short for `length`; new ones have twice the room. Recorded steps
@@ -150,15 +146,17 @@ _FIRST_SPAN, _SPAN = 2, 4
 class DecodeInputs:
     """The inputs at fixed addresses of decode steps of up to `max_rows` rows. `step(b)` returns views of one
     device buffer for b rows, and `fill` replaces the buffer's contents with one copy. A row has a token, a
-    position, a span in its sequence and one in its chunk (of each size that layers see), and a slot in each
-    KV group. Padding rows compute token 0 at position 0 of the pool's scratch block. The copy is
-    asynchronous: a caller must have read a step's result before it fills again.
+    position, and a slot in each KV group. There are as many spans in sequences, and spans in chunks (of each
+    size that layers see); a span of several tokens leaves others empty. Padding rows compute token 0 at
+    position 0 of the pool's scratch block. The copy is asynchronous: a caller must have read a step's result
+    before it fills again.
     """
 
     def __init__(
         self, kv: PagedKV, kernel: FusedKernel, kinds: Iterable[LayerKind], max_rows: int, max_length: int
     ) -> None:
         self._kernel, self._kinds = kernel, set(kinds)
+        self.has_chunks = any(isinstance(window, AttentionChunk) for _, window in self._kinds)
         self._max_rows, groups = max_rows, kv.num_groups
         chunks = {window: None for _, window in self._kinds if isinstance(window, AttentionChunk)}
         self._block_size, self._scratch = kv.block_size, kv.scratch_block
@@ -198,31 +196,37 @@ class DecodeInputs:
     def fill(
         self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[array[int]]], rows: int
     ) -> None:
-        """Row i computes `tokens[i]` at `spans[i]` with `tables[i]`. The others up to `rows` are padding."""
-        count, size = len(spans), self._block_size
+        """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding."""
+        count, size, num_spans = len(tokens), self._block_size, len(spans)
         starts = [span.start for span in spans]
-        firsts, padding = [], 0
-        for start in starts:
-            firsts.append(padding)
-            padding += start // size + 1
-        for field, values in ((self._tokens, tokens), (self._positions, starts)):
+        places = [at for span in spans for at in range(span.start, span.end)] if num_spans < count else starts
+        num_blocks = [cdiv(span.end, size) for span in spans]
+        firsts = list(accumulate(num_blocks, initial=0))
+        padding = firsts.pop()
+        for field, values in ((self._tokens, tokens), (self._positions, places)):
             field[:count], field[count:rows] = values, 0
         for chunk, own in self._spans.items():
-            own[:rows, 0], own[:rows, 1] = range(rows), 1
-            begins = None if chunk is None else [first_seen(chunk, start) for start in starts]
-            own[:count, 2] = starts if begins is None else np.subtract(starts, begins)
-            own[:count, 3] = firsts if begins is None else np.add(firsts, np.floor_divide(begins, size))
-            own[count:rows, 2], own[count:rows, 3] = 0, padding
+            begins = [0 if chunk is None else first_seen(chunk, start) for start in starts]
+            own[:num_spans, 0], own[:num_spans, 1] = (
+                [s.first_row for s in spans],
+                [s.num_tokens for s in spans],
+            )
+            own[:num_spans, 2] = np.subtract(starts, begins)
+            own[:num_spans, 3] = np.add(firsts, np.floor_divide(begins, size))
+            padded = num_spans + rows - count
+            own[num_spans:padded] = [(row, 1, 0, padding) for row in range(count, rows)] or 0
+            own[padded:rows] = 0
         num_entries = padding + (rows > count)
         for group, (slots, entries) in enumerate(zip(self._slots, self._tables, strict=True)):
             slots[:count] = [
-                table[group][start // size] * size + start % size
-                for table, start in zip(tables, starts, strict=True)
+                table[group][position // size] * size + position % size
+                for table, span in zip(tables, spans, strict=True)
+                for position in range(span.start, span.end)
             ]
             slots[count:rows] = self._scratch * size
             used = array("i")
-            for table, start in zip(tables, starts, strict=True):
-                used.extend(table[group][: start // size + 1])
+            for table, blocks in zip(tables, num_blocks, strict=True):
+                used.extend(table[group][:blocks])
             if rows > count:
                 used.append(self._scratch)
             entries[:num_entries] = used

@@ -191,30 +191,33 @@ class BatchRows:
             first += op.num_tokens
         return found
 
-    def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span], list[list[array[int]]]]:
-        """Token, span and tables of each of `plan.decode_rows`, in that order.
+    def decodes(
+        self, plan: ExecutionPlan, *, unrolled: bool
+    ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
+        """Tokens of `plan.decode_rows`, in that order, and spans with their tables.
 
-        A chain is as many spans of one token, with the tables of its row.
+        A chain is a span, or `unrolled` as many spans of one token.
         """
         places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
         if plan.chains:
-            return self._unrolled(places, self._proposed(plan))
+            return self._with_chains(places, self._proposed(plan), unrolled=unrolled)
         spans = [self._span(i, row, position, 1) for i, (row, position) in enumerate(places)]
         tokens = [self._rows[row].tokens[position] for row, position in places]
         return tokens, spans, [self._rows[row].tables for row in plan.decode_rows]
 
-    def _unrolled(
-        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]]
+    def _with_chains(
+        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]], *, unrolled: bool
     ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
         tokens: list[int] = []
         spans: list[Span] = []
         tables: list[list[array[int]]] = []
         for row, position in places:
-            batch_row = self._row(row)
-            for i, token_id in enumerate((batch_row.tokens[position], *proposed.get(row, ()))):
-                spans.append(self._span(len(spans), row, position + i, 1, i))
-                tokens.append(token_id)
-                tables.append(batch_row.tables)
+            batch_row, more = self._row(row), proposed.get(row, ())
+            whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
+            own = whole.one_by_one() if unrolled else [whole]
+            tokens += [batch_row.tokens[position], *more]
+            spans += own
+            tables += [batch_row.tables] * len(own)
         return tokens, spans, tables
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int, num_proposed: int = 0) -> Span:

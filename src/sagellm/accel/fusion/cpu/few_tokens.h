@@ -1,41 +1,49 @@
-// One query token with all its heads over a range of keys (flash decoding: Dao, Haziza, Massa and Sizov 2023). Reading
-// K and V is the cost, so each is read from memory once for all query heads of its kv head.
+// A few query tokens with all their heads over a range of keys (flash decoding: Dao, Haziza, Massa and Sizov 2023).
+// Reading K and V is the cost, so each is read from memory once, for all tokens and all query heads of its kv head.
+// Without a window a token's sums are those that it has alone, bit by bit.
 
 #pragma once
 #include "attention.h"
 
-namespace one_token {
+namespace few_tokens {
 
 constexpr int64_t TILE = 64;    // keys whose scores are made before their values are read
 constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
 constexpr int VECTORS = 4;
+constexpr int64_t MOST_HEAD_ROWS = 48;
 static_assert(TILE % WIDTH == 0 && TILE % 4 == 0, "scores are whole vectors, made four at a time");
 
 // Keys of one task. In latent attention, where values are a part of the keys, a key is one vector for many heads: much
 // to compute, and large sums to combine.
 inline int64_t split(const Attention &job) { return job.values.data == job.keys.data ? 512 : 128; }
 
-// Query rows of one kv head, padded to a size that the kernels have.
-inline int64_t padded_group(const Attention &job) {
-    const int64_t rows = job.group();
+// Whether a span is computed here: of more rows for each kv head it pays to lay keys out in cache (query_tiles.h).
+inline bool takes(const Attention &job, const Span &span) {
+    return span.tokens == 1 || span.tokens * job.group() <= MOST_HEAD_ROWS;
+}
+
+// Query rows of one kv head, all heads of a token side by side, padded to a size that the kernels have.
+inline int64_t padded_rows(const Attention &job, const Span &span) {
+    const int64_t rows = span.tokens * job.group();
     return rows == 1 ? 1 : (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
 }
 
 // Sums over a range of keys: weights times values, and the softmax of each row.
 struct Sums {
+    int64_t rows;
     float *values;
     Softmax *softmax;
-    static int64_t rows(const Attention &job) { return job.kv_heads * padded_group(job); }
-    static size_t bytes(const Attention &job) {
-        return size_t(rows(job)) * (size_t(job.padded_value_dim()) * sizeof(float) + sizeof(Softmax));
+    static size_t bytes(const Attention &job, const Span &span) {
+        const size_t row = size_t(job.padded_value_dim()) * sizeof(float) + sizeof(Softmax);
+        return size_t(job.kv_heads * padded_rows(job, span)) * row;
     }
-    Sums(const Attention &job, void *at) {
+    Sums(const Attention &job, const Span &span, void *at) : rows(job.kv_heads * padded_rows(job, span)) {
         values = static_cast<float *>(at);
-        softmax = reinterpret_cast<Softmax *>(values + rows(job) * job.padded_value_dim());
+        softmax = reinterpret_cast<Softmax *>(values + rows * job.padded_value_dim());
     }
-    void begin(const Attention &job) {
-        std::memset(values, 0, size_t(rows(job) * job.padded_value_dim()) * sizeof *values);
-        for (int64_t row = 0; row < rows(job); row++) softmax[row].begin();
+    void begin(const Attention &job) const {
+        std::memset(values, 0, size_t(rows * job.padded_value_dim()) * sizeof *values);
+        for (int64_t row = 0; row < rows; row++) softmax[row].begin();
     }
 };
 
@@ -78,10 +86,10 @@ void score(const Attention &job, const float *query, Rows<T> keys, int64_t count
         save(scores + m * TILE + j, multiply(load(scores + m * TILE + j), all(job.factor())));
 }
 
-// The weights of `count` values of one head, for ROWS rows, and the factors of the earlier sums.
+// The weights of one head's values [low, high) for ROWS rows, and the factors of the earlier sums.
 struct Weights {
     const float *of, *factors;
-    int64_t count;
+    int64_t low, high;
 };
 
 // Adds weighted values to COUNT vectors of the sums of ROWS rows; the last vector has `dims` dims.
@@ -90,8 +98,10 @@ void add_vectors(Rows<T> values, Weights weights, int64_t dims, int64_t row_size
     Vector sum[ROWS][COUNT];
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         sum[m][v] = multiply(load(sums + m * row_size + v * WIDTH), all(weights.factors[m]));
-    for (int64_t j = 0; j < weights.count; j += Form::GROUP) {
-        const T *first = values[j], *last = values[j + Form::GROUP - 1];
+    // Of a group that is not whole the keys outside have weight 0, and values that another key of it lends.
+    for (int64_t j = weights.low / Form::GROUP * Form::GROUP; j < weights.high; j += Form::GROUP) {
+        const int64_t end = j + Form::GROUP - 1;
+        const T *first = values[j < weights.low ? end : j], *last = values[end < weights.high ? end : j];
         Vector value[COUNT];
         if (COUNT > 1 || dims == WIDTH)
             Form::across(first, last, value);
@@ -117,20 +127,57 @@ void add_values(const Attention &job, Rows<T> values, Weights weights, float *su
                                       size, sums + d);
 }
 
-// Processes a tile's keys and values for the query rows of one kv head.
+// Which keys of the tile at `first` the ROWS rows from `row` of a kv head see: [low, high) each, and all of them
+// [low, high) of `all`, whole groups.
+template <typename Form, int ROWS>
+struct Seen {
+    int64_t low[ROWS], high[ROWS], all_low, all_high;
+    Seen(const Attention &job, const Span &span, int64_t row, int64_t first, int64_t count) : all_low(0), all_high(count) {
+        for (int m = 0; m < ROWS; m++) {
+            const int64_t token = (row + m) / job.group(), last = span.tokens - 1;
+            const int64_t position = span.start + (token < last ? token : last);
+            const int64_t from = job.first_key(position) - first, to = position + 1 - first;
+            low[m] = from < 0 ? 0 : from, high[m] = to < count ? to : count;
+            all_low = low[m] > all_low ? low[m] : all_low;
+            all_high = high[m] < all_high ? high[m] : all_high;
+        }
+        if (all_high < count) all_high = all_high / Form::GROUP * Form::GROUP;
+        all_low = (all_low + Form::GROUP - 1) / Form::GROUP * Form::GROUP;
+        if (all_high < all_low) all_high = all_low;
+    }
+};
+
+// Adds the values of a tile to the sums of ROWS rows. A row must not touch keys that it does not see, whose values may
+// be inf or NaN: what all rows see is added for all at once, the rest row by row.
 template <typename Form, int ROWS, typename T>
-void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, int64_t count,
-          Sums sums) {
+void add_seen(const Attention &job, Rows<T> values, const Seen<Form, ROWS> &seen, const float *weights,
+              const float *factors, float *sums) {
+    static const float ones[1] = {1.0f};
+    const int64_t size = job.padded_value_dim();
+    add_values<Form, ROWS>(job, values, {weights, factors, seen.all_low, seen.all_high}, sums);
+    for (int m = 0; m < ROWS; m++) {
+        const float *mine = weights + m * TILE;
+        const int64_t before = seen.high[m] < seen.all_low ? seen.high[m] : seen.all_low;
+        const int64_t after = seen.low[m] > seen.all_high ? seen.low[m] : seen.all_high;
+        if (seen.low[m] < before) add_values<Form, 1>(job, values, {mine, ones, seen.low[m], before}, sums + m * size);
+        if (after < seen.high[m]) add_values<Form, 1>(job, values, {mine, ones, after, seen.high[m]}, sums + m * size);
+    }
+}
+
+// Processes the tile of keys and values at `first` for the query rows of one kv head.
+template <typename Form, int ROWS, typename T>
+void head(const Attention &job, const Span &span, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values,
+          int64_t first, int64_t count, const Sums &sums) {
     alignas(64) float scores[ROWS * TILE];
-    const int64_t rows = padded_group(job);
-    for (int64_t row = kv_head * rows; row < (kv_head + 1) * rows; row += ROWS) {
+    const int64_t rows = padded_rows(job, span);
+    for (int64_t row = 0; row < rows; row += ROWS) {
         float factors[ROWS];
-        int64_t low[ROWS], high[ROWS];
-        for (int m = 0; m < ROWS; m++) low[m] = 0, high[m] = count;
-        score<Form, ROWS>(job, query + row * job.padded_dim(), keys, count, scores);
+        const int64_t at = kv_head * rows + row;
+        const Seen<Form, ROWS> seen(job, span, row, first, count);
+        score<Form, ROWS>(job, query + at * job.padded_dim(), keys, count, scores);
         if (job.softcap > 0) cap_scores(job, scores, ROWS * TILE);
-        add_scores<Form, ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
-        add_values<Form, ROWS>(job, values, {scores, factors, count}, sums.values + row * job.padded_value_dim());
+        add_scores<Form, ROWS, TILE>(scores, seen.low, seen.high, sums.softmax + at, factors);
+        add_seen<Form, ROWS, T>(job, values, seen, scores, factors, sums.values + at * job.padded_value_dim());
     }
 }
 
@@ -159,49 +206,54 @@ struct Places {
     }
 };
 
-// Processes keys [task.first, task.last) of a span of one token. `query` is memory for its rows.
+// Processes keys [task.first, task.last) of a span. `query` is memory for its rows.
 template <typename Form, int ROWS>
-void run(const Attention &job, const Task &task, float *query, Sums sums) {
+void run(const Attention &job, const Task &task, float *query, const Sums &sums) {
     typedef typename Form::Number T;
     const Span &span = job.spans[task.span];
-    const int64_t group = job.group(), rows = padded_group(job), size = job.padded_dim();
-    std::memset(query, 0, size_t(Sums::rows(job) * size) * sizeof *query);
-    for (int64_t h = 0; h < job.heads; h++)
-        load_query<Form>(job, span.first_row, h, query + (h / group * rows + h % group) * size);
+    const int64_t group = job.group(), rows = padded_rows(job, span), size = job.padded_dim();
+    std::memset(query, 0, size_t(sums.rows * size) * sizeof *query);
+    for (int64_t token = 0; token < span.tokens; token++)
+        for (int64_t h = 0; h < job.heads; h++)
+            load_query<Form>(job, span.first_row + token, h,
+                             query + (h / group * rows + token * group + h % group) * size);
     sums.begin(job);
     for (int64_t first = task.first; first < task.last; first += TILE) {
         const Places<T> places(job, span, first, task.last);
         places.come(job);
         for (int64_t h = 0; h < job.kv_heads; h++)
-            head<Form, ROWS, T>(job, h, query, {places.keys, h * job.keys.head_stride},
-                                {places.values, h * job.values.head_stride}, places.count, sums);
+            head<Form, ROWS, T>(job, span, h, query, {places.keys, h * job.keys.head_stride},
+                                {places.values, h * job.values.head_stride}, first, places.count, sums);
     }
 }
 
 template <typename Form>
-void run(const Attention &job, const Task &task, float *query, Sums sums) {
-    const int64_t rows = padded_group(job);
+void run(const Attention &job, const Task &task, float *query, const Sums &sums) {
+    const int64_t rows = padded_rows(job, job.spans[task.span]);
     if (rows == 1) return run<Form, 1>(job, task, query, sums);
     if (rows == 2) return run<Form, 2>(job, task, query, sums);
     return run<Form, MOST_ROWS>(job, task, query, sums);
 }
 
-// The number of tasks of a span of one token.
+// The number of tasks of a span.
 inline int64_t splits(const Attention &job, const Span &span) {
-    return (span.start + 1 - job.first_key(span.start) + split(job) - 1) / split(job);
+    return (span.start + span.tokens - job.first_key(span.start) + split(job) - 1) / split(job);
 }
 
 // Combines the sums over a span's parts, which lie one after the other, into its output. Overwrites the first part.
 inline void finish(const Attention &job, const Span &span, char *parts) {
     const int64_t group = job.group(), size = job.padded_value_dim(), count = splits(job, span);
-    const Sums whole(job, parts);
-    for (int64_t head = 0; head < job.heads; head++) {
-        const int64_t row = head / group * padded_group(job) + head % group;
+    const int64_t rows = span.tokens * group;
+    const Sums whole(job, span, parts);
+    for (int64_t of_head = 0; of_head < job.kv_heads * rows; of_head++) {
+        const int64_t kv_head = of_head / rows, in_head = of_head % rows, head = kv_head * group + in_head % group;
+        const int64_t row = kv_head * padded_rows(job, span) + in_head;
         float *values = whole.values + row * size, greatest = whole.softmax[row].greatest;
         float weight = whole.softmax[row].weight();
         for (int64_t i = 1; i < count; i++) {
-            const Sums part(job, parts + size_t(i) * Sums::bytes(job));
+            const Sums part(job, span, parts + size_t(i) * Sums::bytes(job, span));
             const float before = greatest, other = part.softmax[row].greatest;
+            if (other == -__builtin_inff()) continue;  // the token sees no key of this part
             greatest = other > before ? other : before;
             const float origin = Softmax::origin(greatest);
             const float factor = Softmax::power(before - origin), other_factor = Softmax::power(other - origin);
@@ -209,8 +261,8 @@ inline void finish(const Attention &job, const Span &span, char *parts) {
             for (int64_t d = 0; d < size; d++)
                 values[d] = values[d] * factor + part.values[row * size + d] * other_factor;
         }
-        store_out(job, span.first_row, head, values, with_sink(job, head, greatest, weight));
+        store_out(job, span.first_row + in_head / group, head, values, with_sink(job, head, greatest, weight));
     }
 }
 
-}  // namespace one_token
+}  // namespace few_tokens
