@@ -207,10 +207,8 @@ class DecodeInputs:
             field[:count], field[count:rows] = values, 0
         for chunk, own in self._spans.items():
             begins = [0 if chunk is None else first_seen(chunk, start) for start in starts]
-            own[:num_spans, 0], own[:num_spans, 1] = (
-                [s.first_row for s in spans],
-                [s.num_tokens for s in spans],
-            )
+            own[:num_spans, 0] = [span.first_row for span in spans]
+            own[:num_spans, 1] = [span.num_tokens for span in spans]
             own[:num_spans, 2] = np.subtract(starts, begins)
             own[:num_spans, 3] = np.add(firsts, np.floor_divide(begins, size))
             padded = num_spans + rows - count
