@@ -12,7 +12,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import SpeculationCounts
-from sagellm.core.protocols.speculative import Asked, Proposer
+from sagellm.core.protocols.speculative import Asked, Proposal, Proposer
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -59,14 +59,14 @@ class Speculation:
         if found and self._lengths is not None:
             found = self._shortened(found, draft, self._lengths)
         spare_blocks = kv.quotes.available_blocks() - len(decodes)
-        for state, token_ids in found:
-            num_bound = len(binding.appended_to)
+        for state, proposal in found:
+            num_bound, token_ids = len(binding.appended_to), proposal.token_ids
             token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids), spare_blocks)]
             spare_blocks -= len(binding.appended_to) - num_bound
             if token_ids:
                 draft.proposals[state] = token_ids
 
-    def _ask(self, draft: Draft, decodes: DecodeBatch) -> list[tuple[RequestState, tuple[int, ...]]]:
+    def _ask(self, draft: Draft, decodes: DecodeBatch) -> list[tuple[RequestState, Proposal]]:
         budget, lengths = draft.token_budget - draft.num_tokens, self._lengths
         most = min(draft.num_draft_tokens, budget)
         asked: list[tuple[RequestState, int]] = []
@@ -88,22 +88,25 @@ class Speculation:
         if lengths is not None:
             longest = max(len(each.token_ids) for each in proposals)
             lengths.proposing_took(longest, self._proposing_s)
-        found: list[tuple[RequestState, tuple[int, ...]]] = []
+        found: list[tuple[RequestState, Proposal]] = []
         for (state, wanted), proposal in zip(asked, proposals, strict=True):
-            token_ids = proposal.token_ids[: min(wanted, budget)]
-            if token_ids:
-                found.append((state, token_ids))
-                budget -= len(token_ids)
+            proposal = proposal.first(min(wanted, budget))
+            if proposal.token_ids:
+                found.append((state, proposal))
+                budget -= len(proposal.token_ids)
         return found
 
     @staticmethod
     def _shortened(
-        found: list[tuple[RequestState, tuple[int, ...]]], draft: Draft, lengths: ChainLengths
-    ) -> list[tuple[RequestState, tuple[int, ...]]]:
+        found: list[tuple[RequestState, Proposal]], draft: Draft, lengths: ChainLengths
+    ) -> list[tuple[RequestState, Proposal]]:
         num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks.values())
-        asked = [(state.request_id, len(token_ids)) for state, token_ids in found]
+        asked = [
+            (state.request_id, proposal.acceptance or (None,) * len(proposal.token_ids))
+            for state, proposal in found
+        ]
         chosen = lengths.choose(asked, draft.num_decodes, num_prompt_tokens)
-        return [(state, ids[:number]) for (state, ids), number in zip(found, chosen, strict=True) if number]
+        return [(state, each.first(n)) for (state, each), n in zip(found, chosen, strict=True) if n]
 
     def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, spent_s: float) -> None:
         """The step has been executed in `spent_s`. Comes before its commit, while all its requests are in

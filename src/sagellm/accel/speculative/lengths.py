@@ -2,7 +2,9 @@
 
 A proposed token counts with the chance that it and those before it are accepted, and makes the step longer.
 Both are learned while the engine runs, and the chains with most expected tokens per second are chosen. What
-a chain is expected to give is the sum of Leviathan et al. (2023), with a chance for each request.
+a chain is expected to give is the sum of Leviathan et al. (2023), with a chance for each token: what its
+proposer says, as such words have turned out so far, or what tokens have had in general; and for each request,
+by how much it does better or worse.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from statistics import fmean, median
 
 FIRST_RATE = 0.7
 """The chance of acceptance, before anything was verified."""
-PRIOR_TOKENS = 2.0
-"""A request's own chance counts as much as the server's once it has verified so many tokens."""
+PRIOR_TOKENS = 3.0
+"""A request's own chance counts as much as the server's once it has verified so many tokens.
+
+So do tokens with one estimate, beside the estimate itself.
+"""
 KEPT, KEPT_BY_SERVER = 0.9, 0.99
 """What is kept of the counts at each verification: of a request, of all."""
 LEAST_GAIN = 0.02
@@ -26,6 +31,15 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 """Steps until a request whose chains do not pay is tried again. They double with each trial."""
 TRIED_TOKENS = 1
 """Proposed tokens of a trial, which is made although it is not expected to pay."""
+TRIAL_SHARE = 0.01
+"""Of the time of all steps, what trials may lose."""
+QUICK = 0.01
+"""A proposer that takes less than so much of a step for a token is asked in pauses too, if it estimates."""
+ESTIMATE_CLASSES = 1.0
+"""Of a proposer's estimates, for each factor of 2 of their odds."""
+LEAST_CHANCE, MOST_CHANCE = 0.001, 0.999
+Estimates = Sequence[float | None]
+"""Of the tokens of a chain, what a proposer takes for their chances; None where it takes nothing."""
 PLAIN_STEPS, PLAIN_EVERY = 3, 100
 """Chains are compared with at least so many steps without any, and one is made again after so many steps."""
 EXACT_POSITIONS, PARTS_OF_OCTAVE = 64, 16
@@ -82,27 +96,73 @@ class VerifyTimes:
 
 @dataclass(slots=True)
 class _Counts:
-    """Proposed tokens that were decided on, and accepted ones; old ones fade."""
+    """Proposed tokens that were decided on, and accepted ones; old ones fade.
 
-    num_decided: float = 0.0
-    num_accepted: float = 0.0
+    Of a request a token is decided in part: as far as it was expected to be accepted.
+    """
 
-    def add(self, num_proposed: int, num_accepted: int, kept: float) -> None:
-        decided = num_accepted + (num_accepted < num_proposed)
-        self.num_decided = kept * self.num_decided + decided
-        self.num_accepted = kept * self.num_accepted + num_accepted
+    decided: float = 0.0
+    accepted: float = 0.0
 
-    def rate(self, prior: float) -> float:
-        return (self.num_accepted + PRIOR_TOKENS * prior) / (self.num_decided + PRIOR_TOKENS)
+    def add(self, decided: float, accepted: float, kept: float) -> None:
+        self.decided = kept * self.decided + decided
+        self.accepted = kept * self.accepted + accepted
+
+
+class Acceptance:
+    """Owns the chances that a token is accepted once those before are.
+
+    A token has the chance of those for which the proposer's estimate was about the same, or without estimates
+    the chance of all; and that times how much better or worse its request does.
+    """
+
+    def __init__(self) -> None:
+        self._all = _Counts()
+        self._classes: dict[int, _Counts] = {}
+        self._requests: dict[str, _Counts] = {}
+
+    def chance(self, request_id: str, estimate: float | None = None) -> float:
+        """Of a token of the request."""
+        general = self._general(estimate)
+        own = self._requests.get(request_id)
+        if own is None:
+            return general
+        prior = PRIOR_TOKENS * general
+        return min(general * (own.accepted + prior) / (own.decided + prior), MOST_CHANCE)
+
+    def _general(self, estimate: float | None) -> float:
+        if estimate is None:
+            counts, prior = self._all, FIRST_RATE
+        else:
+            counts, prior = self._classes.get(_estimate_class(estimate), _Counts()), estimate
+        rate = (counts.accepted + PRIOR_TOKENS * prior) / (counts.decided + PRIOR_TOKENS)
+        return min(max(rate, LEAST_CHANCE), MOST_CHANCE)
+
+    def verified(self, request_id: str, num_accepted: int, estimates: Estimates) -> None:
+        """So many of the request's tokens with these estimates were accepted."""
+        decided = estimates[: num_accepted + 1]
+        self._all.add(len(decided), num_accepted, KEPT_BY_SERVER)
+        for place, estimate in enumerate(decided):
+            if estimate is not None:
+                alike = self._classes.setdefault(_estimate_class(estimate), _Counts())
+                alike.add(1, place < num_accepted, KEPT_BY_SERVER)
+        own = self._requests.setdefault(request_id, _Counts())
+        own.add(sum(map(self._general, decided)), num_accepted, KEPT)
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
 
 
 @dataclass(slots=True)
-class _Request:
-    """`wait`: steps until it is asked again. `pause`: the last such number, 0 while its chains pay."""
+class _Pause:
+    """Of a request whose chains do not pay.
 
-    counts: _Counts
-    wait: int = 0
-    pause: int = 0
+    `left` steps until a trial, of `length` in all. `estimates`: of the tokens that it was last asked about.
+    """
+
+    left: int = 0
+    length: int = 0
+    estimates: Estimates = ()
 
 
 class ChainLengths:
@@ -110,29 +170,36 @@ class ChainLengths:
 
     def __init__(self) -> None:
         self.times = VerifyTimes()
-        self._all = _Counts()
-        self._requests: dict[str, _Request] = {}
+        self.acceptance = Acceptance()
+        self._pauses: dict[str, _Pause] = {}
         self._num_steps = 0
+        self._spent_s = self._trials_s = 0.0
+        """Of all steps, and what trials were expected to lose."""
         self._pass_s: deque[float] = deque([0.0], maxlen=NUM_SAMPLES)
         """Of the last calls of the proposer, the time for each token of the longest proposal."""
+        self._has_estimates = False
         self._plain: dict[int, tuple[int, int]] = {}
         """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
 
     def step_took(self, num_rows: int, num_prompt_tokens: int, num_proposed: int, seconds: float) -> None:
         """Learn from an executed step: its positions are the sum of the three numbers."""
         self._num_steps += 1
+        self._spent_s += seconds
         self.times.observe(num_rows + num_prompt_tokens + num_proposed, seconds)
         if not num_prompt_tokens and not num_proposed:
             num_before, _ = self._plain.get(num_rows.bit_length(), (0, 0))
             self._plain[num_rows.bit_length()] = num_before + 1, self._num_steps
 
     def may_propose(self, request_id: str) -> bool:
-        """Whether to ask the proposer in this step. Each call shortens a pause by one."""
-        request = self._requests.get(request_id)
-        if request is None or not request.wait:
+        """Whether to ask the proposer in this step. Each call shortens a pause by one.
+
+        A quick one that estimates is asked in a pause too: it may see a better chance.
+        """
+        pause = self._pauses.get(request_id)
+        if pause is None or not pause.left:
             return True
-        request.wait -= 1
-        return False
+        pause.left -= 1
+        return self._has_estimates and median(self._pass_s) < QUICK * self.times.seconds(1)
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
         """The proposer has taken so long for proposals of up to so many tokens."""
@@ -146,15 +213,16 @@ class ChainLengths:
         chance that all k are accepted is more than the share of a step which that time is.
         """
         pass_s, step_s = median(self._pass_s), self.times.seconds(num_rows)
-        rate = min(max(map(self.rate, request_ids)), 0.999)
-        if not pass_s or not step_s or rate <= 0:
+        rate = max(map(self.acceptance.chance, request_ids))
+        if not pass_s or not step_s:
             return most
         return max(1, min(most, int(math.log(min(1.0, pass_s / step_s)) / math.log(rate))))
 
     def choose(
-        self, proposals: Sequence[tuple[str, int]], num_rows: int, num_prompt_tokens: int
+        self, proposals: Sequence[tuple[str, Estimates]], num_rows: int, num_prompt_tokens: int
     ) -> list[int]:
-        """How many tokens of each proposal to verify. `proposals`: request ids and numbers of tokens.
+        """How many tokens of each proposal to verify. `proposals`: the request's id, and for each token the
+        proposer's estimate of its chance.
 
         The step has `num_rows` requests in decode and so many prompt tokens. Takes proposed tokens in the
         order of their chances, as many as make most tokens per second; prompt tokens count too, so chains do
@@ -163,15 +231,16 @@ class ChainLengths:
         """
         if not num_prompt_tokens and self._needs_plain_step(num_rows):
             return [0] * len(proposals)
-        num_others, prior = num_rows + num_prompt_tokens, self._all.rate(FIRST_RATE)
+        num_others = num_rows + num_prompt_tokens
         chances: list[tuple[float, int]] = []
-        for index, (name, most) in enumerate(proposals):
-            rate = chance = min(self._request(name).counts.rate(prior), 0.999)
-            for _ in range(most):
+        for index, (name, estimates) in enumerate(proposals):
+            chance = 1.0
+            for estimate in estimates:
+                chance *= self.acceptance.chance(name, estimate)
                 chances.append((chance, index))
-                chance *= rate
         chances.sort(reverse=True)
-        speed = num_others / (self.times.seconds(num_others) or 1.0)
+        plain_s = self.times.seconds(num_others)
+        speed = num_others / (plain_s or 1.0)
         num_best, expected, gain = 0, float(num_others), 0.0
         for number, (chance, _) in enumerate(chances, 1):
             expected += chance
@@ -179,43 +248,48 @@ class ChainLengths:
             if now >= speed:
                 num_best, speed, gain = number, now, expected - num_others
         lengths = Counter(index for _, index in chances[:num_best])
-        longer_s = self.times.seconds(num_others + num_best) - self.times.seconds(num_others)
+        longer_s = self.times.seconds(num_others + num_best) - plain_s
         longer_s += median(self._pass_s) * max(lengths.values(), default=0)
         if gain - longer_s * speed < LEAST_GAIN * len(proposals):
             lengths.clear()
-        return [self._with_pause(name, lengths[index]) for index, (name, _) in enumerate(proposals)]
+        return [
+            self._with_pause(name, estimates, lengths[index], num_others)
+            for index, (name, estimates) in enumerate(proposals)
+        ]
 
     def _needs_plain_step(self, num_rows: int) -> bool:
         count, last = self._plain.get(num_rows.bit_length(), (0, 0))
         return count < PLAIN_STEPS or self._num_steps - last > PLAIN_EVERY
 
     def verified(self, request_id: str, num_proposed: int, num_accepted: int) -> None:
-        """A step has verified so many tokens of the request."""
-        self._all.add(num_proposed, num_accepted, KEPT_BY_SERVER)
-        self._request(request_id).counts.add(num_proposed, num_accepted, KEPT)
-
-    def rate(self, request_id: str) -> float:
-        """The chance that a token is accepted if those before it are."""
-        request = self._requests.get(request_id)
-        prior = self._all.rate(FIRST_RATE)
-        return prior if request is None else request.counts.rate(prior)
+        """A step has verified the first so many of the tokens chosen last."""
+        pause = self._pauses.get(request_id)
+        estimates = (None,) * num_proposed if pause is None else pause.estimates[:num_proposed]
+        self.acceptance.verified(request_id, num_accepted, estimates)
 
     def forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        self.acceptance.forget(request_id)
+        self._pauses.pop(request_id, None)
 
-    def _request(self, request_id: str) -> _Request:
-        return self._requests.setdefault(request_id, _Request(_Counts()))
-
-    def _with_pause(self, request_id: str, length: int) -> int:
+    def _with_pause(self, request_id: str, estimates: Estimates, length: int, num_others: int) -> int:
         """The length, or that of a trial. Starts a pause for a request whose chain does not pay."""
-        request = self._request(request_id)
+        self._has_estimates |= estimates[0] is not None
+        pause = self._pauses.setdefault(request_id, _Pause())
+        pause.estimates = estimates
         if length:
-            request.pause = 0
+            pause.left = pause.length = 0
             return length
-        is_trial = request.pause > 0
-        request.pause = min(LONGEST_PAUSE, 2 * request.pause) if is_trial else FIRST_PAUSE
-        request.wait = request.pause
-        return TRIED_TOKENS if is_trial else 0
+        if pause.left:
+            return 0
+        is_first = not pause.length
+        pause.left = pause.length = FIRST_PAUSE if is_first else min(LONGEST_PAUSE, 2 * pause.length)
+        plain_s = self.times.seconds(num_others)
+        gained_s = self.acceptance.chance(request_id, estimates[0]) * plain_s / num_others
+        lost_s = max(0.0, self.times.seconds(num_others + TRIED_TOKENS) - plain_s - gained_s)
+        if is_first or self._trials_s + lost_s > TRIAL_SHARE * self._spent_s:
+            return 0
+        self._trials_s += lost_s
+        return TRIED_TOKENS
 
 
 def _size_class(num_positions: int) -> int:
@@ -224,3 +298,9 @@ def _size_class(num_positions: int) -> int:
         return num_positions
     width = (1 << (num_positions.bit_length() - 1)) // PARTS_OF_OCTAVE
     return num_positions // width * width
+
+
+def _estimate_class(estimate: float) -> int:
+    """Equal for estimates with about the same odds."""
+    chance = min(max(estimate, LEAST_CHANCE), MOST_CHANCE)
+    return round(ESTIMATE_CLASSES * math.log2(chance / (1 - chance)))

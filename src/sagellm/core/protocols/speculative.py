@@ -34,6 +34,13 @@ class Proposal:
         if self.acceptance and len(self.acceptance) != count:
             raise ValueError(f"{count} tokens with {len(self.acceptance)} estimates")
 
+    def first(self, num_tokens: int) -> Proposal:
+        """Its first tokens, at most so many."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        kept = slice(max(0, num_tokens))
+        return Proposal(self.token_ids[kept], self.probabilities[kept], self.acceptance[kept])
+
 
 class Asked(NamedTuple):
     """A request for which up to `num_tokens` tokens are wanted, at least one.
