@@ -10,7 +10,8 @@ the other (batch 1) or `--at-once` at a time, and the time from its first token 
 last `--prompt` tokens alone.
 
 Printed for each workload: tokens per second without, and how many times as fast each method is, in all and
-for the slowest answer or group.
+for the slowest answer or group. On a machine with other work `--cpu-time` counts the process's CPU seconds, of
+one thread.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from sagellm.benchmarks.engine.shapes import shape_named, write_model
 from sagellm.benchmarks.micro.forced_answers import REPORT, WORKLOADS, ForcedAnswer, workload
 from sagellm.benchmarks.reporting import environment
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
@@ -38,6 +40,13 @@ from sagellm.engines.native.sampler import RowSampler, SampledTokens, sample
 METHODS = ("none", "prompt_lookup", "suffix")
 VOCABULARY = 32_000
 Sample = Callable[..., SampledTokens]
+
+
+class ProcessClock:
+    """The CPU time of this process."""
+
+    def now(self) -> float:
+        return time.process_time()
 
 
 class ForcedDraws:
@@ -65,7 +74,7 @@ def small(tokens: Tokens, most: int | None = None) -> list[int]:
 
 
 def decode(
-    engine: Engine, forced: ForcedDraws, group: Sequence[tuple[int, ForcedAnswer]], most: int
+    engine: Engine, forced: ForcedDraws, group: Sequence[tuple[int, ForcedAnswer]], most: int, clock: Clock
 ) -> float:
     """Seconds from the last first token to the end of all answers."""
     for number, answer in group:
@@ -79,8 +88,8 @@ def decode(
             drawn[output_part.request_id] += output_part.new_token_ids
             if len(begun) < len(group):
                 begun.add(output_part.request_id)
-                began_s = time.perf_counter()
-    spent_s = time.perf_counter() - began_s
+                began_s = clock.now()
+    spent_s = clock.now() - began_s
     for number, answer in group:
         assert drawn[f"r{number}"] == small(answer.output)
     return spent_s
@@ -110,7 +119,7 @@ def measured(
         names = list(engines)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             own = [(number, answers[number]) for number in group]
-            spent[name].append(decode(engines[name], forced, own, asked.prompt))
+            spent[name].append(decode(engines[name], forced, own, asked.prompt, clock_of(asked)))
     plain = spent["none"]
     row: dict[str, Any] = {"answers": len(picked), "tokens_per_s": round(num_tokens / sum(plain), 1)}
     for name in engines:
@@ -132,6 +141,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=1024, help="the most tokens of a prompt")
     parser.add_argument("--num-tokens", type=int, default=8, help="speculative.num_tokens")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, and its CPU time")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", type=Path)
@@ -159,9 +169,13 @@ def engine_of(model: str, method: str, asked: argparse.Namespace) -> Engine:
     given = {
         "model.name": model, "model.dtype": asked.dtype, "model.max_model_len": 8192, "kv.num_blocks": 2048,
         "scheduler.max_num_seqs": max(4, asked.at_once), "speculative.method": method,
-        "speculative.num_tokens": asked.num_tokens,
+        "speculative.num_tokens": asked.num_tokens, "engine.threads": 1 if asked.cpu_time else None,
     }  # fmt: skip
-    return build_engine(load_config(cli=given, environ={}).config)
+    return build_engine(load_config(cli=given, environ={}).config, clock=clock_of(asked))
+
+
+def clock_of(asked: argparse.Namespace) -> Clock:
+    return ProcessClock() if asked.cpu_time else MonotonicClock()
 
 
 if __name__ == "__main__":
