@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sagellm.core.types import Request, SamplingParams, Tokens
+from sagellm.core.types import Request, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The first `num_accepted` proposed tokens stand, then comes `next_token`, drawn by the model itself."""
+    """The proposed tokens that stand, and the one that the model draws behind them."""
 
-    num_accepted: int
+    accepted: tuple[int, ...]
     next_token: int
 
 
@@ -106,18 +106,22 @@ class Proposer(Protocol):
 class Verifier(Protocol):
     """The model that is served. KV of refused tokens is void when `verify` returns."""
 
-    def verify(
-        self, tokens: Tokens, proposals: Sequence[Proposal], params: SamplingParams
-    ) -> list[Verification]:
-        """One answer per proposal, all from one forward pass."""
+    def verify(self, request: Request, tokens: Tokens, proposal: Proposal) -> Verification:
+        """Judge a proposal behind `tokens`, prompt and output so far, by one forward pass.
+
+        Those of the last call for this request are the first of them.
+        """
 
 
 class SpeculativeDecoder(Protocol):
-    """The loop of propose and verify for one prompt. In an engine the same two halves are part of its
-    steps."""
+    """The loop of propose and verify for one prompt.
 
-    def generate(
-        self, proposer: Proposer, verifier: Verifier, prompt: Tokens, params: SamplingParams
-    ) -> SpeculativeResult:
-        """The same tokens as without a proposer. Errors of the proposer are errors: it is switched off by a
-        controller that measures, not by dropping exceptions."""
+    In an engine the same two halves are part of its steps.
+    """
+
+    def generate(self, proposer: Proposer, verifier: Verifier, request: Request) -> SpeculativeResult:
+        """The same tokens as without a proposer.
+
+        Errors of the proposer are errors: it is switched off by a controller that measures, not by dropping
+        exceptions.
+        """
