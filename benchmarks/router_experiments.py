@@ -1,7 +1,6 @@
-"""Routers, separation and tenants in the simulator: what control_plane/router/README.md quotes.
+"""Routers and tenants in the simulator: what control_plane/router/README.md quotes.
 
     python benchmarks/router_experiments.py routers   --traces FOLDER --out FILE
-    python benchmarks/router_experiments.py separation --traces FOLDER --out FILE
     python benchmarks/router_experiments.py tenants   --out FILE --instances 4 --rates 1 --loads 0.75
     python benchmarks/router_experiments.py scale     --traces FOLDER --out FILE
     python benchmarks/router_experiments.py closed    --traces FOLDER --out FILE --names coding_1 synthetic
@@ -24,8 +23,7 @@ import numpy as np
 
 from sagellm.benchmarks.simulate.experiment import preset_config
 from sagellm.benchmarks.simulate.hardware import hardware
-from sagellm.benchmarks.simulate.metrics import SLOPair
-from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
 from sagellm.benchmarks.traces.synth import synthesize
@@ -57,13 +55,12 @@ def run(
     *,
     scale: float = 1.0,
     rate: float | None = None,
-    goals: ServiceGoals | None = None,
     requests: int | None = None,
 ) -> SimulationResult:
     config = preset_config(PRESET)
     spec = WorkloadSpec(Arrivals(rate_scale=scale, rate=rate), max_requests=requests)
     work = workload(trace, spec, MACHINE.max_model_len(config))
-    return simulate(PRESET, config, work, MACHINE, layout, goals)
+    return simulate(PRESET, config, work, MACHINE, layout)
 
 
 def row(result: SimulationResult, **names: object) -> dict[str, Any]:
@@ -89,28 +86,6 @@ def routers(folder: Path, only: Sequence[str], scales: Sequence[float], traces: 
             for router in only or ROUTERS:
                 result = run(trace, layout(4, ROUTERS[router]), scale=scale)
                 rows.append(row(result, trace=name, scale=scale, router=router))
-    return rows
-
-
-PAIRS = [SLOPair(ttft, tpot) for ttft in (0.5, 1, 2, 5) for tpot in (12, 15, 20, 30, 50, 100)]
-
-
-def separation(folder: Path, requests: int, scales: Sequence[float]) -> list[Any]:
-    """Four instances: together, two and two apart, and hybrid ones."""
-    trace = read_trace(folder / "mooncake_conversation_first_half.jsonl.xz")
-    rows = []
-    for scale in scales:
-        for name, made in (
-            ("together", layout(4, "cost")),
-            ("apart", layout(1, {"name": "cost", "separation": "always"}, disaggregate=(2, 2))),
-        ):
-            goals = ServiceGoals(tuple(PAIRS))
-            result = run(trace, made, scale=scale, goals=goals, requests=requests)
-            rows.append(row(result, scale=scale, separation=name))
-        for pair in PAIRS:
-            made = layout(4, {"name": "cost", "separation": "adaptive"}, hybrid=True)
-            result = run(trace, made, scale=scale, goals=ServiceGoals((pair,)), requests=requests)
-            rows.append(row(result, scale=scale, separation="adaptive", slo=pair.name))
     return rows
 
 
@@ -218,7 +193,7 @@ def closed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["routers", "separation", "tenants", "scale", "closed"])
+    parser.add_argument("what", choices=["routers", "tenants", "scale", "closed"])
     parser.add_argument("--traces", type=Path, default=Path())
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[])
@@ -235,8 +210,6 @@ def main() -> None:
     folder, only, scales = given.traces, given.only, given.scales
     if given.what == "routers":
         rows = routers(folder, only, scales, given.names)
-    elif given.what == "separation":
-        rows = separation(folder, given.requests, scales)
     elif given.what == "tenants":
         rows = tenants(only, given.instances, given.requests, given.loads, given.rates)
     elif given.what == "closed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.effort import examples
 near: Any = pytest.approx
 NOTHING = CachedPrefix()
 ONE = RequestMetadata("1", Tokens(range(1000)), kv_cache_size_tokens=1100)
-ALONE: dict[str, Any] = {"decode_weight": 0.0, "delay_weight": 0.0, "affinity_s": 0.0}
+ALONE: dict[str, Any] = {"decode_weight": 0.0, "delay_weight": 0.0, "slowdown_weight": 0.0, "affinity_s": 0.0}
 """Only what computing the prompt takes."""
 
 
@@ -100,8 +101,9 @@ def test_terms_of_a_placement() -> None:
             "queue": 0.5,
             "prefill": 0.6,
             "load": 200 * 5e-6,
-            "delay": 0.6 * 0.02 * 10,
-            "decode": 100 * 0.01 * 0.1,
+            "delay": 0.6 * 10,
+            "decode": 100 * 0.01,
+            "slowdown": 0.0,
             "memory": (1100 - 200 - 50 * 16) * 1e-3,
         }
     )
@@ -142,14 +144,72 @@ def test_a_short_memory_costs_what_must_be_computed_again() -> None:
     assert place(CostRouter(), small, instance("b", num_free_blocks=100, block_size=16)).prefill == "b"
 
 
+# -- longer steps
+
+
+def seen(router: CostRouter, fleet: Sequence[ExecutionInstance], clock: ManualClock) -> None:
+    """Reports of instances with 1 to 20 rows of 500 to 1,000 tokens: 10 ms, 1 ms a row, 1 us a token."""
+    for number in range(1, 21):
+        clock.advance(1.0)
+        for each in fleet:
+            context = number * (500 + 500 * (number % 2))
+            report = replace(
+                each, num_running=number, kv_cache_usage=context / 16_000, num_blocks=1000, block_size=16,
+                step_s=0.01 + 1e-3 * number + 1e-6 * context, reported_s=clock.now(),
+            )  # fmt: skip
+            place(router, report)
+
+
+def test_a_placement_foresees_how_it_lengthens_the_steps_of_all() -> None:
+    clock = ManualClock()
+    router = CostRouter(clock=clock)
+    seen(router, [instance("a")], clock)
+    clock.advance(1.0)
+    now = instance(
+        "a", num_running=5, kv_cache_usage=0.25, num_blocks=1000, block_size=16, num_free_blocks=750,
+        step_s=0.019, reported_s=clock.now(),
+    )  # fmt: skip
+    longer_s = 1e-3 + (1000 + 100 / 2) * 1e-6
+    clock.advance(0.1)
+    first, second = (place(router, now).terms for _ in range(2))
+    assert first["slowdown"] == pytest.approx(5 * longer_s * 100 * 256 / 356, rel=1e-3)
+    step_s = 0.01 + 5e-3 + 4000e-6
+    assert first["decode"] == pytest.approx(100 * (step_s + longer_s), rel=1e-3)
+    assert second["decode"] == pytest.approx(100 * (step_s + 2 * longer_s), rel=1e-3), "the first one counts"
+    assert second["slowdown"] == pytest.approx(first["slowdown"] * 6 / 5, rel=1e-3)
+
+
+def test_a_long_batch_gets_no_more_for_a_short_prefix() -> None:
+    clock = ManualClock()
+    router = CostRouter(clock=clock)
+    seen(router, [instance("a"), instance("b")], clock)
+    clock.advance(1.0)
+    fleet = [instance(name, num_running=rows, reported_s=clock.now()) for name, rows in (("a", 60), ("b", 1))]
+    assert place(router, *fleet, a=CachedPrefix(300, 300)).prefill == "b"
+
+
+def test_the_length_of_answers_is_learned_where_requests_do_not_say() -> None:
+    router, silent = CostRouter(expected_output=100), replace(ONE, kv_cache_size_tokens=0)
+    assert place(router, instance("a"), request=silent).terms["decode"] == near(100 * 0.01)
+    for _ in range(200):
+        router.observe("a", {"tpot": 0.01, "decode": 3.99})
+    assert place(router, instance("a"), request=silent).terms["decode"] == pytest.approx(4.0, rel=1e-3)
+
+
+def test_prompts_of_a_prefill_instance_are_not_delayed_by_one_behind_them() -> None:
+    placement = place(CostRouter(separation="always"), replace(PREFILL, num_waiting=9), DECODE)
+    assert placement.is_separated
+    assert placement.terms["delay"] == 0
+
+
 # -- goals, tenants, sessions
 
 
 def test_a_goal_that_would_be_missed_costs_more() -> None:
-    fleet = instance("slow", step_s=0.05), instance("long", num_queued_tokens=600)
+    fleet = instance("slow", step_s=0.015), instance("long", num_queued_tokens=600)
     hurried = replace(ONE, slo_slack_s=1.2)
     assert place(CostRouter(), *fleet).prefill == "slow"
-    assert place(CostRouter(), *fleet, request=replace(ONE, slo=SLO(tpot_s=0.02))).prefill == "long"
+    assert place(CostRouter(), *fleet, request=replace(ONE, slo=SLO(tpot_s=0.012))).prefill == "long"
     placement = place(CostRouter(), fleet[1], request=hurried)
     assert placement.terms["late"] == near(4 * (1.6 - 1.2))
 
@@ -247,7 +307,7 @@ def test_a_prefix_is_fetched_where_that_is_cheaper_than_to_compute_it() -> None:
     placement = place(CostRouter(fetch=True, transfer_token_s=1e-5, **ALONE), busy, idle, a=warm)
     assert (placement.prefill, placement.fetch_from) == ("b", "a")
     assert placement.terms == near(
-        {"queue": 0, "fetch": 2e-3 + 900e-5, "prefill": 0.1, "delay": 0, "decode": 0}
+        {"queue": 0, "fetch": 2e-3 + 900e-5, "prefill": 0.1, "delay": 0, "decode": 0, "slowdown": 0}
     )
     dear = place(CostRouter(fetch=True, transfer_token_s=2e-3, **ALONE), busy, idle, a=warm)
     assert (dear.prefill, dear.fetch_from) == ("b", "")

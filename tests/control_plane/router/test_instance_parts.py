@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sagellm.control_plane.router._what_if import FleetForm
-from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions, StepFit
+from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
 from sagellm.core.types import SLO, Tokens
 from tests.effort import examples
@@ -140,21 +139,6 @@ def test_parts_are_kept_and_lost_instances_replaced() -> None:
     assert (rest["h2"], rest["h1"], rest["h0"]) == (PREFILLING, PREFILLING, DECODING)
     assert set(parts.place(request, 1, fleet[:2], 0.0).values()) == {PREFILLING, DECODING}
     assert parts.place(request, 1, fleet[:1], 0.0) == {}, "one instance has no part"
-
-
-def test_a_step_is_a_line_of_its_context() -> None:
-    fit, draw = StepFit(), random.Random(0)
-    assert fit.line() == (0.0, 0.0)
-    fit.add(1000.0, 0.01)
-    assert fit.line() == (0.01, 0.0), "one point has no slope"
-    for _ in range(200):
-        context = draw.uniform(0, 400_000)
-        fit.add(context, 0.007 + 5e-8 * context)
-    assert fit.line() == pytest.approx((0.007, 5e-8), rel=0.02)
-    falling = StepFit()
-    for context in (1.0, 1000.0):
-        falling.add(context, 1 / context)
-    assert falling.line()[1] == 0.0
 
 
 class PartsMachine(RuleBasedStateMachine):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.control_plane.router._step_fit import StepLine
 from sagellm.control_plane.router._what_if import FleetForm, PastRequest, Speeds, _Fleet, goes_apart, replay
 from tests.effort import examples
 
-SPEEDS = Speeds(token_s=0.001, step_s=0.01, chunk=200)
+SPEEDS = Speeds(token_s=0.001, line=StepLine(0.01), chunk=200)
 
 
 def past(arrival_s: float, num_tokens: int = 100, num_output: int = 11, **goals: float) -> PastRequest:
@@ -62,6 +63,15 @@ def test_prompts_of_a_prefill_instance_delay_no_answer() -> None:
     assert times([past(0.0), past(0.0)], 2, 1, 100) == [(0.1, 0.21), (0.2, 0.305)], (
         "half a step for each that joins"
     )
+
+
+def test_those_that_join_in_one_step_delay_it_once() -> None:
+    delays = []
+    for gap_s in (0.0, 0.05):
+        requests = [past(0.0, 10, 31), past(gap_s, 10), past(gap_s, 10)]
+        delays.append(times(requests, 4, 3)[0][1] - 0.31)
+    assert delays[0] == pytest.approx(0.005), "all three"
+    assert delays[1] == pytest.approx(0.01), "the first, and then both"
 
 
 def test_which_form_meets_the_goals_depends_on_the_goals() -> None:
@@ -118,7 +128,7 @@ def step_by_step(requests: list[PastRequest]) -> list[tuple[float, float]]:
         begun: list[int] = []
         while prompts and sum(requests[number].num_tokens for number in [*begun, prompts[0]]) <= 200:
             begun.append(prompts.popleft())
-        now_s += sum(requests[number].num_tokens for number in begun) * SPEEDS.token_s or SPEEDS.step_s
+        now_s += sum(requests[number].num_tokens for number in begun) * SPEEDS.token_s or SPEEDS.line.step_s
         for number in list(rows):
             rows[number] -= 1
             if not rows[number]:
@@ -139,7 +149,9 @@ def test_the_fluid_agrees_with_steps(gaps: list[tuple[float, int, int]]) -> None
         now_s += gap_s
         made.append(past(now_s, num_tokens, num_output))
     longest_s = max(each.num_tokens for each in made) * SPEEDS.token_s
-    room_s = SPEEDS.step_s * (1 + len(made)) + longest_s  # a prompt waits for a step; a row ends within one
+    room_s = (
+        SPEEDS.line.step_s * (1 + len(made)) + longest_s
+    )  # a prompt waits for a step; a row ends within one
     for fluid, exact in zip(times(made, 1, 0), step_by_step(made), strict=True):
         assert fluid[0] == pytest.approx(exact[0], abs=room_s)
         assert fluid[1] == pytest.approx(exact[1], abs=room_s)

@@ -11,7 +11,9 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from sagellm.control_plane.router._step_fit import StepFit, StepLine
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.router import ExecutionInstance
@@ -20,15 +22,26 @@ MOST_KEPT = 4096
 """Placements on one instance that are counted, should it never report."""
 
 
+class Placed(NamedTuple):
+    """Placements: requests, prompt tokens to compute, and tokens of KV that their answers will read."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    context: int = 0
+
+
 @dataclass(slots=True)
 class _Placed:
-    """Times and uncached prompt tokens of placements, in order, and their sum."""
+    """Times, uncached prompt tokens and contexts of placements, in order, and their sums."""
 
-    entries: deque[tuple[float, int]] = field(default_factory=deque)
+    entries: deque[tuple[float, int, int]] = field(default_factory=deque)
     num_tokens: int = 0
+    context: int = 0
 
     def drop_first(self) -> None:
-        self.num_tokens -= self.entries.popleft()[1]
+        _, num_tokens, context = self.entries.popleft()
+        self.num_tokens -= num_tokens
+        self.context -= context
 
 
 class PlacedLoad:
@@ -43,24 +56,25 @@ class PlacedLoad:
         self._clock = clock
         self._placed: dict[str, _Placed] = {}
 
-    def add(self, instance_id: str, num_tokens: int) -> None:
+    def add(self, instance_id: str, num_tokens: int, context: int = 0) -> None:
         placed = self._placed.setdefault(instance_id, _Placed())
-        placed.entries.append((self._clock.now(), num_tokens))
+        placed.entries.append((self._clock.now(), num_tokens, context))
         placed.num_tokens += num_tokens
+        placed.context += context
         if len(placed.entries) > MOST_KEPT:
             placed.drop_first()
 
-    def of(self, instance: ExecutionInstance) -> tuple[int, int]:
-        """Requests and uncached prompt tokens that its report does not include."""
+    def of(self, instance: ExecutionInstance) -> Placed:
+        """What its report does not include."""
         placed = self._placed.get(instance.instance_id)
         if placed is None:
-            return 0, 0
+            return Placed()
         entries, reported_s = placed.entries, instance.reported_s
         while entries and entries[0][0] < reported_s:
             placed.drop_first()
         if not entries:
             del self._placed[instance.instance_id]
-        return len(entries), placed.num_tokens
+        return Placed(len(entries), placed.num_tokens, placed.context)
 
     def finished(self, instance_id: str, *, reports: bool) -> None:
         """A request of that instance has ended."""
@@ -71,7 +85,9 @@ class PlacedLoad:
     def check(self) -> None:
         """Raise `BookkeepingError` where sums and entries contradict each other."""
         for name, placed in self._placed.items():
-            if placed.num_tokens != sum(tokens for _, tokens in placed.entries):
+            num_tokens = sum(tokens for _, tokens, _ in placed.entries)
+            context = sum(tokens for _, _, tokens in placed.entries)
+            if (placed.num_tokens, placed.context) != (num_tokens, context):
                 raise BookkeepingError(f"{name}: the placed tokens do not add up")
 
 
@@ -84,6 +100,8 @@ _PRIOR_S = 0.5
 _MOST = 4.0
 """A correction is at most this factor, either way."""
 _MOST_OPEN = 512
+_FLEET_STEPS = 8.0
+"""Steps that the whole fleet's count as, beside those of an instance."""
 
 
 @dataclass(slots=True)
@@ -92,6 +110,8 @@ class _Learned:
     predicted_s: float = _PRIOR_S
     observed_s: float = _PRIOR_S
     tpot_s: float = 0.0
+    reported_s: float = 0.0
+    steps: StepFit = field(default_factory=StepFit)
 
     @property
     def factor(self) -> float:
@@ -99,19 +119,23 @@ class _Learned:
 
 
 class LearnedSpeeds:
-    """Seconds per prompt token and per decode step of each instance.
+    """Seconds per prompt token and per decode step of each instance, and the length of answers.
 
     The instance's own measurements count first; one that has measured nothing counts as the fastest of the
-    others, as it is idle. The times to the first token that were predicted for an
+    others, as it is idle. How steps lengthen is fitted to the reports of an instance, and of all others while
+    it has made few. The times to the first token that were predicted for an
     instance are compared with those observed there, in sum, and its speed is corrected by their ratio: an
     instance that is slower than it says, or whose memory is short, gets less.
     """
 
-    def __init__(self, prefill_token_s: float, step_s: float) -> None:
+    def __init__(self, prefill_token_s: float, step_s: float, num_output: float) -> None:
+        self.num_output = num_output
+        """Tokens of an answer, on average."""
         self._prefill_token_s = prefill_token_s
         self._step_s = step_s
         self._fastest_s = math.inf
         self._learned: dict[str, _Learned] = {}
+        self._steps = StepFit()
 
     def of(self, instance: ExecutionInstance) -> tuple[float, float]:
         """Seconds per prompt token, and per step of decode."""
@@ -124,6 +148,15 @@ class LearnedSpeeds:
             step_s = self._step_s if math.isinf(self._fastest_s) else self._fastest_s
         return (rate if learned is None else rate * learned.factor), step_s
 
+    def lengthening(self, instance: ExecutionInstance) -> StepLine:
+        """How its decode steps grow with rows and context. Learns from its report."""
+        learned = self._learned.setdefault(instance.instance_id, _Learned())
+        if instance.step_s and instance.only_decodes and instance.reported_s != learned.reported_s:
+            learned.reported_s = instance.reported_s
+            for steps in (learned.steps, self._steps):
+                steps.add(instance.num_running, instance.num_used_tokens, instance.step_s)
+        return learned.steps.line(self._steps, _FLEET_STEPS)
+
     def predict(self, instance_id: str, ttft_s: float) -> None:
         """A request was placed, and its first token is expected after so long."""
         self._learned.setdefault(instance_id, _Learned()).predictions.append(ttft_s)
@@ -134,6 +167,9 @@ class LearnedSpeeds:
         tpot_s, ttft_s = latencies_s.get("tpot"), latencies_s.get("ttft")
         if tpot_s is not None and tpot_s > 0:
             learned.tpot_s = tpot_s if not learned.tpot_s else _KEEP * learned.tpot_s + (1 - _KEEP) * tpot_s
+        decode_s = latencies_s.get("decode")
+        if decode_s is not None and tpot_s:
+            self.num_output = _KEEP * self.num_output + (1 - _KEEP) * (1 + decode_s / tpot_s)
         if ttft_s is not None and learned.predictions:
             learned.predicted_s = _KEEP * learned.predicted_s + learned.predictions.popleft()
             learned.observed_s = _KEEP * learned.observed_s + ttft_s

@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-DECODE_WEIGHT = 0.1
-"""As `CostRouter.decode_weight`, by which whole requests are placed."""
-JOIN_STEPS = 0.5
-"""Decode steps by which a handed-over request delays those that it joins: its last block is computed."""
+from sagellm.control_plane.router._step_fit import StepLine
+
+LATE_WEIGHT = 4.0
+"""As `CostRouter.late_weight`."""
+JOIN_SHARE = 0.5
+"""Of a decode step without context, what a step takes more in which handed-over requests join: their last
+blocks are computed, all in the one step."""
 DOUBTS = (0.92, 1.0, 1.08)
 """Multiples of the goals, since times of the model are wrong by some per cent. Where all requests have about
 the same time, a share for one goal alone would fall from 1 to 0 at once."""
@@ -29,14 +32,13 @@ class Speeds(NamedTuple):
     """Of one instance, in seconds.
 
     A prompt token takes `token_s`, and `token_squared_s` more for each token before it; a step with prompt
-    tokens, of which it has `chunk` at most, takes `chunk_s` besides. A decode step takes `step_s`, and
-    `context_token_s` for each token of KV that its rows read. `kv_tokens` fit into memory.
+    tokens, of which it has `chunk` at most, takes `chunk_s` besides. Decode steps take what `line` says.
+    `kv_tokens` fit into memory.
     """
 
     token_s: float
     token_squared_s: float = 0.0
-    step_s: float = 0.01
-    context_token_s: float = 0.0
+    line: StepLine = StepLine(0.01)
     kv_tokens: float = math.inf
     chunk: int = 8192
     chunk_s: float = 0.0
@@ -101,7 +103,8 @@ class _Modelled:
 
     __slots__ = (
         "arrivals", "at_s", "coming", "context", "drawn", "ends_s", "firsts_s", "handed", "heads",
-        "heads_end_s", "heads_rate", "is_prefill", "prompts", "requests", "rows", "speeds", "work_s",
+        "heads_end_s", "heads_rate", "is_prefill", "joined_s", "prompts", "requests", "rows", "speeds",
+        "work_s",
     )  # fmt: skip
 
     def __init__(self, fleet: _Fleet, *, is_prefill: bool) -> None:
@@ -114,6 +117,7 @@ class _Modelled:
         self.arrivals: deque[int] = deque()
         self.heads: list[int] = []
         self.heads_end_s = self.heads_rate = 0.0
+        self.joined_s = -math.inf
 
     @property
     def queue_s(self) -> float:
@@ -122,7 +126,18 @@ class _Modelled:
 
     @property
     def step_s(self) -> float:
-        return self.speeds.step_s + self.speeds.context_token_s * (self.context + self.coming)
+        return self.speeds.line.of(len(self.rows), self.context + self.coming)
+
+    def cost_s(self, request: PastRequest, seconds: float) -> float:
+        """What `CostRouter` weighs where nothing is cached: waiting of this request and of those there."""
+        num_rows, num_output = len(self.rows) + len(self.heads) + len(self.prompts), request.num_output
+        context = self.context + self.coming
+        line, first_s = self.speeds.line, self.queue_s + seconds
+        longer_s = line.row_s + (request.num_tokens + num_output / 2) * line.context_token_s
+        step_s = line.of(num_rows, context) + longer_s
+        late_s = max(0.0, first_s - request.ttft_s) + num_output * max(0.0, step_s - request.tpot_s)
+        delay_s = seconds + longer_s * num_output / 2
+        return first_s + num_output * step_s + num_rows * delay_s + LATE_WEIGHT * late_s
 
     def add_prompt(self, number: int, seconds: float) -> None:
         self.prompts.append((number, seconds))
@@ -137,7 +152,7 @@ class _Modelled:
             if self.heads:
                 rate, event_s = self.heads_rate, self.heads_end_s
             elif rows:
-                rate = 1 / (self.speeds.step_s + self.speeds.context_token_s * self.context)
+                rate = 1 / self.speeds.line.of(len(rows), self.context)
                 event_s = math.inf
             else:
                 self.at_s = until_s if until_s < math.inf else now_s
@@ -172,7 +187,8 @@ class _Modelled:
         if self.heads:
             self.work_s -= seconds
             num_steps = max(1.0, num_uncached / speeds.chunk)
-            seconds += num_steps * (speeds.chunk_s + speeds.context_token_s * context)
+            rows_s = speeds.line.of(len(self.rows), context) - speeds.line.step_s
+            seconds += num_steps * (speeds.chunk_s + rows_s)
             self.heads_end_s, self.heads_rate = self.at_s + seconds, num_steps / seconds
             if not self.is_prefill:
                 self.context = held
@@ -211,7 +227,15 @@ class _Modelled:
                 return
             self.context += num_tokens
             self._add_row(self.arrivals.popleft())
-            self.drawn -= JOIN_STEPS
+            self._join()
+
+    def _join(self) -> None:
+        """A step is longer for all rows, once for all that join in it."""
+        line = self.speeds.line
+        step_s = line.of(len(self.rows), self.context)
+        if self.at_s >= self.joined_s + step_s:
+            self.joined_s = self.at_s
+            self.drawn -= JOIN_SHARE * line.step_s / step_s
 
 
 class _Fleet:
@@ -251,8 +275,7 @@ class _Fleet:
         """The request arrives now."""
         request = self.requests[number]
         seconds = self.speeds.prompt_s(request.num_tokens, request.num_uncached)
-        decode_tokens = DECODE_WEIGHT * request.num_output
-        whole = min(self._decode, key=lambda each: each.queue_s + decode_tokens * each.step_s)
+        whole = min(self._decode, key=lambda each: each.cost_s(request, seconds))
         if self._prefill:
             prefill = min(self._prefill, key=lambda each: each.queue_s)
             apart_s, whole_s = prefill.queue_s + seconds, whole.queue_s + seconds

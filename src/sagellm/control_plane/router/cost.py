@@ -18,10 +18,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from sagellm.control_plane.router._history import (
     LearnedSpeeds,
+    Placed,
     PlacedLoad,
     Sessions,
     TenantLoad,
 )
+from sagellm.control_plane.router._step_fit import StepLine
 from sagellm.control_plane.router.separation import SeparationCase, SeparationPolicy, separation_policy
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
@@ -49,8 +51,8 @@ class _View:
     """An instance's load in seconds, with what was placed on it since its report."""
 
     __slots__ = (
-        "free_tokens", "instance", "is_fresh", "kind", "name", "num_requests", "place", "queue_s", "rate",
-        "step_s",
+        "context_token_s", "free_tokens", "instance", "is_fresh", "kind", "name", "num_requests", "place",
+        "queue_s", "rate", "row_s", "step_s", "token_s",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +61,8 @@ class _View:
         kind: InstanceType,
         rate: float,
         step_s: float,
-        placed: tuple[int, int],
+        line: StepLine,
+        placed: Placed,
     ) -> None:
         self.instance = instance
         self.name = instance.instance_id
@@ -67,19 +70,39 @@ class _View:
         self.kind = _BITS[kind]
         self.is_fresh = instance.is_fresh
         self.rate = rate
+        self.token_s = instance.prefill_token_s or rate
+        """As `rate`, but not corrected by first tokens: times all that run there, its noise would decide."""
+        self.row_s, self.context_token_s = line.row_s, line.context_token_s
+        self.num_requests = instance.num_requests + placed.num_requests
+        if line.row_s or line.context_token_s:
+            context = instance.num_used_tokens + instance.num_queued_tokens + placed.context
+            step_s = line.of(self.num_requests, context)
         self.step_s = step_s
-        self.num_requests = instance.num_requests + placed[0]
-        self.queue_s = (instance.num_queued_tokens + placed[1]) * rate
+        self.queue_s = (instance.num_queued_tokens + placed.num_tokens) * rate
         blocks = instance.num_free_blocks
         self.free_tokens = blocks * instance.block_size if instance.block_size else math.inf
 
+    def longer_s(self, context: float) -> float:
+        """Seconds by which one more row, with so many tokens of KV, lengthens a step."""
+        return self.row_s + context * self.context_token_s
+
+    def add_row(self, context: float) -> None:
+        """One more request will decode here."""
+        self.num_requests += 1
+        self.step_s += self.longer_s(context)
+
 
 class _Request(NamedTuple):
-    """What of a request enters its cost. `peer`: the instance with the longest cached prefix, `peer_tokens`;
-    -1: nothing is fetched."""
+    """What of a request enters its cost.
+
+    `context`: tokens of KV that its row reads, on average. `shared`: steps that it shares with a request that
+    runs already, if lengths of answers are exponential: half of them where both are as long. `peer`: the
+    instance with the longest cached prefix, `peer_tokens`; -1: nothing is fetched."""
 
     num_tokens: int
-    num_output: int
+    num_output: float
+    context: float
+    shared: float
     slack_s: float
     tpot_s: float
     tenant: str
@@ -97,9 +120,11 @@ class CostRouter:
     `separation`: a policy of `separation.py`, by name or with options. `prefill_token_s`, `step_s`: assumed
     where no instance has measured them. `load_token_s`: from a lower tier of the same instance.
     `transfer_token_s`, `transfer_latency_s`: from another instance; `fetch` allows `Placement.fetch_from`.
-    `expected_output`: tokens, where a request does not say. `decode_weight`: of the time that the answer
-    takes. `delay_weight`: of the time by which a prompt delays each request that runs there. `late_weight`:
-    of each second by which a goal would be missed. `tenant_weight`: of what a tenant has more on an instance
+    `expected_output`: tokens, where a request does not say and no answer was seen yet. `decode_weight`: of
+    the time that the answer takes. `delay_weight`: of the time by which a prompt delays each request that
+    runs there. `slowdown_weight`: of that by which each of their steps, and so their answers, are longer for
+    one more row. The three are 1: a second counts alike, whoever waits. `late_weight`: of each second by
+    which a goal would be missed. `tenant_weight`: of what a tenant has more on an instance
     than on average. `affinity_s`: what the instance of a session's last turn is worth, all else equal.
     """
 
@@ -115,8 +140,9 @@ class CostRouter:
     transfer_latency_s: float = 2e-3
     fetch: bool = False
     expected_output: int = 256
-    decode_weight: float = 0.1
-    delay_weight: float = 0.02
+    decode_weight: float = 1.0
+    delay_weight: float = 1.0
+    slowdown_weight: float = 1.0
     late_weight: float = 4.0
     tenant_weight: float = 1.0
     affinity_s: float = 0.01
@@ -137,19 +163,19 @@ class CostRouter:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "load_token_s", "transfer_token_s", "transfer_latency_s", "decode_weight",
-                     "delay_weight", "late_weight", "tenant_weight", "affinity_s"):  # fmt: skip
+                     "delay_weight", "slowdown_weight", "late_weight", "tenant_weight",
+                     "affinity_s"):  # fmt: skip
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is a number from 0 on, got {value}")
-        if not (0 < self.prefill_token_s < math.inf and 0 < self.step_s < math.inf):
-            raise ConfigError(
-                f"prefill_token_s and step_s are above 0, got {self.prefill_token_s} and {self.step_s}"
-            )
+        for name in ("prefill_token_s", "step_s", "expected_output"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is a number above 0, got {getattr(self, name)}")
         self._random = Random(self.seed)
         self._policy = separation_policy(self.separation)
         self._clock = clock = self.clock or MonotonicClock()
         self._placed = PlacedLoad(clock)
-        self._learned = LearnedSpeeds(self.prefill_token_s, self.step_s)
+        self._learned = LearnedSpeeds(self.prefill_token_s, self.step_s, self.expected_output)
         self._sessions = Sessions()
         self._tenants = TenantLoad(clock)
 
@@ -226,7 +252,8 @@ class CostRouter:
             if view is None or view.instance is not instance:
                 rate, step_s = self._learned.of(instance)
                 kind = self._parts.get(instance.instance_id, instance.kind)
-                view = _View(instance, kind, rate, step_s, self._placed.of(instance))
+                line = self._learned.lengthening(instance)
+                view = _View(instance, kind, rate, step_s, line, self._placed.of(instance))
                 known[instance.instance_id] = view
             view.place = place
             listed[place : place + 1] = [view]
@@ -250,9 +277,13 @@ class CostRouter:
         last, last_tokens = self._sessions.of(request.session_id)
         slack_s, tpot_s = request.slo_slack_s, request.slo.tpot_s
         tenant = request.namespace.tenant if self.tenant_weight else ""
+        mean = self._learned.num_output
+        num_output = wanted if wanted > 0 else mean
         return _Request(
             num_tokens,
-            wanted if wanted > 0 else self.expected_output,
+            num_output,
+            num_tokens + num_output / 2,
+            num_output * mean / (num_output + mean),
             math.inf if slack_s is None else slack_s,
             math.inf if tpot_s is None else tpot_s,
             tenant,
@@ -269,9 +300,9 @@ class CostRouter:
 
         The sum of `_terms`, which says of what. One loop without calls for what most instances need, as it
         runs for each instance of a fleet (`sagellm bench micro router`)."""
-        num_tokens, num_output, slack_s, tpot_s, tenant, last, _, peer, peer_tokens = asked
+        num_tokens, num_output, context, shared, slack_s, tpot_s, tenant, last, _, peer, peer_tokens = asked
         needed, delay, late = num_tokens + num_output, self.delay_weight, self.late_weight
-        decode = num_output * self.decode_weight
+        decode, slowdown = num_output * self.decode_weight, shared * self.slowdown_weight
         costs, num_views = list[float](), len(views)
         add = costs.append
         if len(places) != num_views:
@@ -286,10 +317,12 @@ class CostRouter:
             if not is_plain or missing > view.free_tokens:
                 add(self._cost(asked, view, prefix, is_peer=len(costs) == peer))
                 continue
-            rate, step_s = view.rate, view.step_s
-            prefill_s = uncached * rate
+            rate, num_requests = view.rate, view.num_requests
+            longer_s = view.row_s + context * view.context_token_s
+            prefill_s, step_s = uncached * rate, view.step_s + longer_s
             ttft_s = view.queue_s + prefill_s
-            cost = ttft_s + prefill_s * delay * view.num_requests + decode * step_s
+            cost = ttft_s + decode * step_s
+            cost += num_requests * (uncached * view.token_s * delay + longer_s * slowdown)
             if ttft_s > slack_s:
                 cost += (ttft_s - slack_s) * late
             if step_s > tpot_s:
@@ -321,12 +354,15 @@ class CostRouter:
         prefill_s = compute * rate
         ttft_s += prefill_s
         ttft_s += (in_all - on_device) * min(self.load_token_s, rate)
-        cost = ttft_s + prefill_s * self.delay_weight * view.num_requests
-        cost += asked.num_output * self.decode_weight * view.step_s
+        longer_s = view.longer_s(asked.context)
+        step_s = view.step_s + longer_s
+        cost = ttft_s + compute * view.token_s * self.delay_weight * view.num_requests
+        cost += asked.num_output * self.decode_weight * step_s
+        cost += asked.shared * self.slowdown_weight * longer_s * view.num_requests
         missing = asked.num_tokens + asked.num_output - on_device - view.free_tokens
         cost += max(0.0, missing) * rate
         cost += max(0.0, ttft_s - asked.slack_s) * self.late_weight
-        cost += max(0.0, view.step_s - asked.tpot_s) * asked.num_output * self.late_weight
+        cost += max(0.0, step_s - asked.tpot_s) * asked.num_output * self.late_weight
         return cost
 
     def _terms(
@@ -354,15 +390,20 @@ class CostRouter:
         if in_all > on_device:
             terms["load"] = (in_all - on_device) * min(self.load_token_s, rate)
         ttft_s = math.fsum(terms.values())
-        terms["delay"] = compute * rate * self.delay_weight * view.num_requests
+        # Requests that leave with their first token are ahead of this one.
+        num_rows = view.num_requests if decodes or view.kind != _BITS[InstanceType.PREFILLING] else 0
+        terms["delay"] = compute * view.token_s * self.delay_weight * num_rows
         if decodes:
-            terms["decode"] = asked.num_output * self.decode_weight * view.step_s
+            longer_s = view.longer_s(asked.context)
+            step_s = view.step_s + longer_s
+            terms["decode"] = asked.num_output * self.decode_weight * step_s
+            terms["slowdown"] = asked.shared * self.slowdown_weight * longer_s * view.num_requests
         needed = asked.num_tokens + (asked.num_output if decodes else 0) - on_device
         if needed > view.free_tokens:
             terms["memory"] = (needed - view.free_tokens) * rate
         late_s = max(0.0, ttft_s - asked.slack_s)
         if decodes:
-            late_s += max(0.0, view.step_s - asked.tpot_s) * asked.num_output
+            late_s += max(0.0, step_s - asked.tpot_s) * asked.num_output
         if late_s:
             terms["late"] = late_s * self.late_weight
         if asked.tenant:
@@ -438,22 +479,25 @@ class CostRouter:
         terms |= {f"decode_{name}" if name in terms else name: value for name, value in late.items()}
         names = views[prefill].name, views[decode].name
         self._count(request, asked, views[prefill], cached[prefill], stays=names[1])
-        views[decode].num_requests += 1
-        self._placed.add(names[1], 0)
+        views[decode].add_row(asked.context)
+        self._placed.add(names[1], 0, round(asked.context))
         fetch_from = views[asked.peer].name if "fetch" in terms else ""
         return Placement(*names, reason, terms, fetch_from)
 
     def _decode_terms(self, asked: _Request, view: _View, prefix: CachedPrefix) -> dict[str, float]:
         """What the second half costs. Missing KV comes over the network."""
         num_cached = min(prefix.num_device_tokens, asked.num_tokens - 1)
+        longer_s = view.longer_s(asked.context)
+        step_s = view.step_s + longer_s
         terms = {
             "transfer": self.transfer_latency_s + (asked.num_tokens - num_cached) * self.transfer_token_s,
-            "decode": asked.num_output * self.decode_weight * view.step_s,
+            "decode": asked.num_output * self.decode_weight * step_s,
+            "slowdown": asked.shared * self.slowdown_weight * longer_s * view.num_requests,
         }
         needed = asked.num_tokens + asked.num_output - num_cached
         if needed > view.free_tokens:
             terms["memory"] = (needed - view.free_tokens) * view.rate
-        late_s = max(0.0, view.step_s - asked.tpot_s) * asked.num_output
+        late_s = max(0.0, step_s - asked.tpot_s) * asked.num_output
         if late_s:
             terms["late"] = late_s * self.late_weight
         return terms
@@ -482,9 +526,13 @@ class CostRouter:
         name = view.name
         compute = asked.num_tokens - min(prefix.num_tokens, asked.num_tokens - 1)
         self._learned.predict(name, view.queue_s + compute * view.rate)
-        self._placed.add(name, compute)
+        if stays == name:
+            self._placed.add(name, compute, round(asked.context))
+            view.add_row(asked.context)
+        else:
+            self._placed.add(name, compute)
+            view.num_requests += 1
         view.queue_s += compute * view.rate
-        view.num_requests += 1
         if asked.tenant:
             self._tenants.add(asked.tenant, name, compute + asked.num_output)
         if request.session_id is not None:

@@ -12,8 +12,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
+from typing import NamedTuple
 
+from sagellm.control_plane.router._step_fit import StepFit, StepLine
 from sagellm.control_plane.router._what_if import FleetForm, PastRequest, Speeds, replay
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
@@ -35,6 +37,8 @@ LIVES = 2.0
 """Mean times of a request for which the modelled fleet fills, before goals are counted."""
 HOPELESS = 0.5
 """More prefill instances are not tried, once a number meets less than this part of what the best meets."""
+RARELY = 4
+"""Replays of which only one tries forms that are hopeless, so that decisions come sooner."""
 SHORTEST_S = 1e-9
 """Least goal, so that it can be a divisor."""
 GOLDEN = (5**0.5 - 1) / 2
@@ -45,41 +49,6 @@ CORRECTION, MOST_CORRECTED = 0.3, 4.0
 """Part of the way that one correction goes, and how far in all."""
 HALF_LIFE_S = 1800.0
 """Of the correction for the form that is not used."""
-KEEP = 0.998
-"""Weight of all earlier reports when one more is observed."""
-SPREAD = 0.05
-"""Contexts must differ by this share of their mean, for the slope to be fitted."""
-
-
-class StepFit:
-    """Seconds of a decode step, as a line of its context.
-
-    The context is the tokens of KV that its rows read. Fitted by least squares to what instances report as
-    they fill and empty; earlier reports count less and less.
-    """
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, context: float, step_s: float) -> None:
-        self._n = KEEP * self._n + 1
-        self._x = KEEP * self._x + context
-        self._y = KEEP * self._y + step_s
-        self._xx = KEEP * self._xx + context * context
-        self._xy = KEEP * self._xy + context * step_s
-
-    def line(self) -> tuple[float, float]:
-        """Seconds of a step without context, and for each token of it. Neither is below 0."""
-        if not self._n:
-            return 0.0, 0.0
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        variance = self._xx / self._n - mean_x * mean_x
-        slope = 0.0
-        if variance > (SPREAD * mean_x) ** 2:
-            slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / variance)
-        if slope * mean_x >= mean_y:
-            return 0.0, mean_y / mean_x
-        return mean_y - slope * mean_x, slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +63,12 @@ class PartsOptions:
     window: int
     transfer_s: float
     transfer_token_s: float
+
+
+class _Answer(NamedTuple):
+    num_tokens: int
+    e2e_s: float
+    ended_s: float
 
 
 class Parts:
@@ -115,7 +90,7 @@ class Parts:
         self._options = options
         self._requests: deque[PastRequest] = deque(maxlen=options.window)
         self._num_goals = 0
-        self._answers: deque[tuple[int, float]] = deque(maxlen=options.window)
+        self._answers: deque[_Answer] = deque(maxlen=options.window)
         self._began_s: float | None = None
         self._fit = StepFit()
         self._reported_s: dict[str, float] = {}
@@ -159,7 +134,7 @@ class Parts:
     def answered(self, num_tokens: int, e2e_s: float, ttft_s: float, tpot_s: float) -> None:
         """A request has ended, after `e2e_s`, with so many tokens. Its goals are taken to be those of one of
         the last requests."""
-        self._answers.append((num_tokens, e2e_s))
+        self._answers.append(_Answer(num_tokens, e2e_s, self._last_s))
         if self._requests and self._last_s - e2e_s >= self._since_s:
             at = int(len(self._met) * GOLDEN % 1 * len(self._requests))
             self._met.append(self._requests[at].goals_met(ttft_s, tpot_s))
@@ -167,9 +142,9 @@ class Parts:
     def _learn(self, instances: Sequence[ExecutionInstance]) -> None:
         seen = self._reported_s
         for each in instances:
-            if each.step_s and seen.get(each.instance_id) != each.reported_s:
+            if each.step_s and each.only_decodes and seen.get(each.instance_id) != each.reported_s:
                 seen[each.instance_id] = each.reported_s
-                self._fit.add(each.kv_cache_usage * each.num_blocks * each.block_size, each.step_s)
+                self._fit.add(each.num_running, each.num_used_tokens, each.step_s)
         if len(seen) > 2 * len(instances) + 64:  # instances that are gone
             self._reported_s = {each.instance_id: each.reported_s for each in instances}
 
@@ -189,12 +164,16 @@ class Parts:
 
     def _evaluations(self) -> Iterator[None]:
         """Tries all numbers again and again, a piece at each `next`."""
+        hopeless, number_of = set[FleetForm](), count()
         while True:
             requests, speeds, num_modelled = self._sample(), self._speeds(), self._num_modelled
             if requests and speeds is not None and num_modelled > 1:
                 before, shares = self._before(requests), dict[FleetForm, float]()
+                if not next(number_of) % RARELY:
+                    hopeless.clear()
                 for number in range(num_modelled):
-                    for form in (FleetForm(number, True), FleetForm(number, False))[: 1 + (number > 0)]:
+                    forms = (FleetForm(number, True), FleetForm(number, False))[: 1 + (number > 0)]
+                    for form in (each for each in forms if each not in hopeless or not number):
                         shares[form] = yield from replay(
                             [*before, *requests],
                             speeds,
@@ -205,10 +184,19 @@ class Parts:
                             warm_up=len(before),
                         )
                     tried = [share for form, share in shares.items() if form.num_prefill == number]
-                    if max(tried) < HOPELESS * max(shares.values()):
+                    if max(tried, default=0.0) < HOPELESS * max(shares.values()):
                         break
                 self._decide(shares, num_modelled)
+                least = HOPELESS * max(shares.values())
+                hopeless |= {form for form, share in shares.items() if share < least}
+                hopeless.discard(self._modelled_form)
             yield
+
+    @property
+    def _modelled_form(self) -> FleetForm:
+        """The present form, of the modelled instances."""
+        num_prefill = round(self.form.num_prefill * self._num_modelled / max(1, len(self._hybrids)))
+        return self.form._replace(num_prefill=max(0, min(self._num_modelled - 1, num_prefill)))
 
     @property
     def _num_modelled(self) -> int:
@@ -228,24 +216,30 @@ class Parts:
             num_output = request.num_output
             if not num_output:  # the client does not say
                 at = bisect_right(weights, weights[-1] * (number * GOLDEN % 1))
-                num_output = self._answers[min(at, len(weights) - 1)][0]
+                num_output = self._answers[min(at, len(weights) - 1)].num_tokens
             made.append(request._replace(num_output=num_output))
         return made
 
     def _weights(self) -> list[float]:
         """Sums of the weights of all answers up to each.
 
-        Long answers are missing at first, since they have not ended: one of `e2e_s` is seen if its request
-        came so long ago, so it weighs as many times as that is rare (Horvitz and Thompson, 1952)."""
-        seen_s = max(SHORTEST_S, self._last_s - (self._began_s or 0.0))
-        return list(accumulate(1 / max(0.1, 1 - e2e_s / seen_s) for _, e2e_s in self._answers))
+        Long answers are missing at first, since they have not ended: one of `e2e_s` ends in the time of these
+        answers only if its request came after the first of all, so it weighs as many times as that is rare
+        (Horvitz and Thompson, 1952)."""
+        answers, began_s = self._answers, self._began_s or 0.0
+        from_s = answers[0].ended_s if len(answers) == answers.maxlen else began_s
+        seen_s = max(SHORTEST_S, self._last_s - from_s)
+        alive_s = max(SHORTEST_S, self._last_s - began_s)
+        return list(
+            accumulate(seen_s / max(0.1 * seen_s, min(seen_s, alive_s - answer.e2e_s)) for answer in answers)
+        )
 
     def _before(self, requests: Sequence[PastRequest]) -> list[PastRequest]:
         """What came before them, to fill the fleet. It is the last of them, for some lives of a request."""
         span_s = requests[-1].arrival_s - requests[0].arrival_s
         if span_s <= 0:
             return []
-        mean_s = sum(e2e_s for _, e2e_s in self._answers) / len(self._answers)
+        mean_s = sum(answer.e2e_s for answer in self._answers) / len(self._answers)
         made: list[PastRequest] = []
         shift_s, first_s = span_s * (1 + 1 / len(requests)), requests[0].arrival_s - LIVES * mean_s
         while len(made) < self._options.window:
@@ -259,16 +253,18 @@ class Parts:
     def _speeds(self) -> Speeds | None:
         """Those of the mean hybrid instance; None while no instance has measured any."""
         known = [each for each in self._hybrids if each.prefill_token_s]
-        step_s, context_token_s = self._fit.line()
-        if not known or not step_s + context_token_s:
+        line = self._fit.line()
+        if not any(line):  # no instance only decodes
+            steps_s = [each.step_s for each in known if each.step_s]
+            line = StepLine(sum(steps_s) / max(1, len(steps_s)))
+        if not known or not any(line):
             return None
         room = [each.num_blocks * each.block_size for each in known]
-        token_s, chunk_s = sum(each.prefill_token_s for each in known) / len(known), CHUNK_SHARE * step_s
+        token_s, chunk_s = sum(each.prefill_token_s for each in known) / len(known), CHUNK_SHARE * line.step_s
         return Speeds(
             max(token_s / 2, token_s - chunk_s / LONG_PROMPT),
             sum(each.prefill_token_squared_s for each in known) / len(known),
-            step_s,
-            context_token_s,
+            line,
             sum(room) / len(room) if all(room) else math.inf,
             self._options.chunk,
             chunk_s,
@@ -280,12 +276,12 @@ class Parts:
         """Take another form, if it was better for long enough."""
         if len(self._hybrids) < 2:
             return
-        scale = len(self._hybrids) / num_modelled
-        current = self.form._replace(num_prefill=min(num_modelled - 1, round(self.form.num_prefill / scale)))
+        scale, current = len(self._hybrids) / num_modelled, self._modelled_form
         self._correct(shares.get(current, 0.0))
         shares = {form: share * self.trust[form.num_prefill > 0] for form, share in shares.items()}
         best = max(shares, key=lambda form: (shares[form], form == current, -form.num_prefill))
-        is_better = shares[best] > shares.get(current, 0.0) * (1 + self._options.gain)
+        doubt = 0.0 if self._is_tried else abs(self.trust[False] - 1)
+        is_better = shares[best] > shares.get(current, 0.0) * (1 + self._options.gain + doubt)
         self._num_best = (self._num_best + 1 if best == self._best else 1) if is_better else 0
         self.shares, self._best = shares, best
         if self._num_best >= self._options.rounds:

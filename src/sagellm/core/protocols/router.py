@@ -81,6 +81,16 @@ class ExecutionInstance:
     def num_requests(self) -> int:
         return self.num_waiting + self.num_running
 
+    @property
+    def num_used_tokens(self) -> float:
+        """Tokens of KV that its requests use; 0.0 where it does not tell."""
+        return self.kv_cache_usage * self.num_blocks * self.block_size
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no prompt waits or is computed there, so that `step_s` is of the rows that it reports."""
+        return self.num_running > 0 and not self.num_waiting and not self.num_queued_tokens
+
 
 class CachedPrefix(NamedTuple):
     """Leading tokens of a prompt that an instance has.
