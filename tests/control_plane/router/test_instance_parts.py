@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from sagellm.control_plane.router import instance_parts
 from sagellm.control_plane.router._what_if import FleetForm
 from sagellm.control_plane.router.instance_parts import FEWEST, Parts, PartsOptions
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType, RequestMetadata
@@ -116,6 +118,32 @@ def test_a_form_that_disappoints_is_left_and_tried_much_later() -> None:
     assert found[12] == 0, "as is seen"
     assert 0.6 < sum(number == 0 for number in found) / len(found) < 1.0
     assert 1 in found[20:]
+
+
+def test_what_errs_about_whole_instances_must_foretell_more_of_others() -> None:
+    parts, fleet, found = Parts(replace(OPTIONS, rounds=1)), hybrids(2), []
+    parts._work = itertools.repeat(None)  # shares are given here
+    for foretold in (0.36, 0.5, 0.75):
+        for number in range(400):  # half of them meet their goals, where 0.25 are foretold
+            parts.place(RequestMetadata(str(number), Tokens([1]), slo=TIGHT), 1, fleet, 0.5 * number)
+            parts.answered(11, 0.2, 0.1, 0.01 if number % 2 else 0.03)
+        parts._decide({FleetForm(0, True): 0.25, FleetForm(1, True): foretold}, 2)
+        found.append((parts.form.num_prefill, round(parts.trust[False], 2)))
+    assert found == [(0, 1.3), (0, 1.51), (1, 1.66)]
+
+
+def test_hopeless_forms_are_tried_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[FleetForm] = []
+
+    def replayed(*given: Any, **_: Any) -> Generator[None, None, float]:
+        tried.append(given[3])
+        yield
+        return 0.1 if given[3].num_prefill == 1 and not given[3].rescues else 0.5
+
+    monkeypatch.setattr(instance_parts, "replay", replayed)
+    serve(Parts(OPTIONS), TIGHT, 100)
+    assert 3 * tried.count(FleetForm(1, False)) < tried.count(FleetForm(1, True))
+    assert tried.count(FleetForm(1, False)) > 2
 
 
 def test_a_decision_for_a_fleet_that_is_gone_is_none() -> None:

@@ -23,7 +23,7 @@ def fitted(*steps: tuple[float, float, float]) -> StepFit:
 
 
 def drawn(line: StepLine, count: int, seed: int = 0) -> list[tuple[float, float, float]]:
-    draw, made = random.Random(seed), []
+    draw, made = random.Random(seed), list[tuple[float, float, float]]()
     for _ in range(count):
         rows = draw.randint(1, 60)
         context = rows * draw.uniform(100, 8000)

@@ -217,7 +217,7 @@ class TenantLoad:
         self._most = most
         self._shares: OrderedDict[str, TenantShare] = OrderedDict()
 
-    def add(self, tenant: str, instance_id: str, num_tokens: int) -> None:
+    def add(self, tenant: str, instance_id: str, num_tokens: float) -> None:
         share = self._shares.setdefault(tenant, TenantShare(self._clock.now()))
         self._shares.move_to_end(tenant)
         self._age(share)

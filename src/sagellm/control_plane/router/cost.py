@@ -308,7 +308,7 @@ class CostRouter:
         if len(places) != num_views:
             views, cached = [views[i] for i in places], [cached[i] for i in places]
             peer = places.index(peer) if peer in places else -1
-        before, uncached, missing, is_plain = None, 0, 0, False
+        before, uncached, missing, is_plain = None, 0, 0.0, False
         for view, prefix in zip(views, cached, strict=True):
             if prefix is not before:  # most instances share one
                 before, (on_device, in_all) = prefix, prefix

@@ -37,6 +37,8 @@ LIVES = 2.0
 """Mean times of a request for which the modelled fleet fills, before goals are counted."""
 HOPELESS = 0.5
 """More prefill instances are not tried, once a number meets less than this part of what the best meets."""
+USUAL_ERROR = 0.1
+"""As far as the model is wrong about whole instances beyond this, more is asked of a form not yet tried."""
 RARELY = 4
 """Replays of which only one tries forms that are hopeless, so that decisions come sooner."""
 SHORTEST_S = 1e-9
@@ -80,6 +82,7 @@ class Parts:
 
     The model is corrected by what is seen: `trust` has the goals that were met over those that were foretold,
     without prefill instances and with some. So a form that disappoints is left, and tried again much later.
+    The more the model errs about whole instances, the more it must foretell for others to be tried at all.
     """
 
     def __init__(self, options: PartsOptions) -> None:
@@ -189,14 +192,13 @@ class Parts:
                 self._decide(shares, num_modelled)
                 least = HOPELESS * max(shares.values())
                 hopeless |= {form for form, share in shares.items() if share < least}
-                hopeless.discard(self._modelled_form)
+                hopeless.discard(self._form_of(num_modelled))
             yield
 
-    @property
-    def _modelled_form(self) -> FleetForm:
-        """The present form, of the modelled instances."""
-        num_prefill = round(self.form.num_prefill * self._num_modelled / max(1, len(self._hybrids)))
-        return self.form._replace(num_prefill=max(0, min(self._num_modelled - 1, num_prefill)))
+    def _form_of(self, num_modelled: int) -> FleetForm:
+        """The present form, of so many instances."""
+        num_prefill = round(self.form.num_prefill * num_modelled / max(1, len(self._hybrids)))
+        return self.form._replace(num_prefill=min(num_modelled - 1, num_prefill))
 
     @property
     def _num_modelled(self) -> int:
@@ -276,11 +278,11 @@ class Parts:
         """Take another form, if it was better for long enough."""
         if len(self._hybrids) < 2:
             return
-        scale, current = len(self._hybrids) / num_modelled, self._modelled_form
+        scale, current = len(self._hybrids) / num_modelled, self._form_of(num_modelled)
         self._correct(shares.get(current, 0.0))
         shares = {form: share * self.trust[form.num_prefill > 0] for form, share in shares.items()}
         best = max(shares, key=lambda form: (shares[form], form == current, -form.num_prefill))
-        doubt = 0.0 if self._is_tried else abs(self.trust[False] - 1)
+        doubt = 0.0 if self._is_tried else max(0.0, abs(self.trust[False] - 1) - USUAL_ERROR)
         is_better = shares[best] > shares.get(current, 0.0) * (1 + self._options.gain + doubt)
         self._num_best = (self._num_best + 1 if best == self._best else 1) if is_better else 0
         self.shares, self._best = shares, best
