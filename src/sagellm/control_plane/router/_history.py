@@ -102,6 +102,8 @@ _MOST = 4.0
 _MOST_OPEN = 512
 _FLEET_STEPS = 8.0
 """Steps that the whole fleet's count as, beside those of an instance."""
+_REFIT_EVERY = 8
+"""Reports between two fits, once there are as many: a fit takes longer than all else about a report."""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,8 @@ class _Learned:
     tpot_s: float = 0.0
     reported_s: float = 0.0
     steps: StepFit = field(default_factory=StepFit)
+    num_steps: int = 0
+    line: StepLine = field(default_factory=StepLine)
 
     @property
     def factor(self) -> float:
@@ -153,9 +157,15 @@ class LearnedSpeeds:
         learned = self._learned.setdefault(instance.instance_id, _Learned())
         if instance.step_s and instance.only_decodes and instance.reported_s != learned.reported_s:
             learned.reported_s = instance.reported_s
-            for steps in (learned.steps, self._steps):
-                steps.add(instance.num_running, instance.num_used_tokens, instance.step_s)
-        return learned.steps.line(self._steps, _FLEET_STEPS)
+            step = instance.num_running, instance.num_used_tokens, instance.step_s
+            learned.steps.add(*step)
+            learned.num_steps += 1
+            if learned.num_steps <= _REFIT_EVERY or not learned.num_steps % _REFIT_EVERY:
+                self._steps.add(*step)
+                learned.line = learned.steps.line(self._steps, _FLEET_STEPS)
+        elif not learned.num_steps:
+            learned.line = self._steps.line()
+        return learned.line
 
     def predict(self, instance_id: str, ttft_s: float) -> None:
         """A request was placed, and its first token is expected after so long."""

@@ -308,37 +308,44 @@ class CostRouter:
         if len(places) != num_views:
             views, cached = [views[i] for i in places], [cached[i] for i in places]
             peer = places.index(peer) if peer in places else -1
-        before, uncached, missing, is_plain = None, 0, 0.0, False
+        has_goal = min(slack_s, tpot_s) < math.inf
+        before, uncached, delayed, missing, is_plain = None, 0, 0.0, 0.0, False
         for view, prefix in zip(views, cached, strict=True):
             if prefix is not before:  # most instances share one
                 before, (on_device, in_all) = prefix, prefix
                 uncached, missing = num_tokens - in_all, needed - on_device
+                delayed = uncached * delay
                 is_plain = on_device == in_all and peer_tokens <= in_all < num_tokens
             if not is_plain or missing > view.free_tokens:
                 add(self._cost(asked, view, prefix, is_peer=len(costs) == peer))
                 continue
-            rate, num_requests = view.rate, view.num_requests
             longer_s = view.row_s + context * view.context_token_s
-            prefill_s, step_s = uncached * rate, view.step_s + longer_s
-            ttft_s = view.queue_s + prefill_s
-            cost = ttft_s + decode * step_s
-            cost += num_requests * (uncached * view.token_s * delay + longer_s * slowdown)
-            if ttft_s > slack_s:
-                cost += (ttft_s - slack_s) * late
-            if step_s > tpot_s:
-                cost += (step_s - tpot_s) * num_output * late
+            step_s, ttft_s = view.step_s + longer_s, view.queue_s + uncached * view.rate
+            cost = (
+                ttft_s + decode * step_s + view.num_requests * (delayed * view.token_s + slowdown * longer_s)
+            )
+            if has_goal:
+                if ttft_s > slack_s:
+                    cost += (ttft_s - slack_s) * late
+                if step_s > tpot_s:
+                    cost += (step_s - tpot_s) * num_output * late
             add(cost)
-        share = self._tenants.of(tenant).tokens if tenant else None
+        if tenant or last:
+            self._prefer(asked, views, num_views, costs)
+        return costs
+
+    def _prefer(self, asked: _Request, views: Sequence[_View], num_views: int, costs: list[float]) -> None:
+        """Adds the terms of tenant and session. `num_views`: of all instances, of which some are weighed."""
+        share = self._tenants.of(asked.tenant).tokens if asked.tenant else None
         if share:
             mean = sum(share.values()) / num_views
             for at, view in enumerate(views):
                 excess = share.get(view.name, 0.0) - mean
                 if excess > 0:
                     costs[at] += excess * view.rate * self.tenant_weight
-        for at, view in enumerate(views) if last else ():
-            if view.name == last:
+        for at, view in enumerate(views) if asked.last else ():
+            if view.name == asked.last:
                 costs[at] -= self.affinity_s
-        return costs
 
     def _cost(self, asked: _Request, view: _View, prefix: CachedPrefix, *, is_peer: bool) -> float:
         """The same of one instance, with lower tiers, fetching and a full memory."""
