@@ -4,7 +4,9 @@
     python benchmarks/router_experiments.py tenants   --out FILE --instances 4 --rates 1 --loads 0.75
     python benchmarks/router_experiments.py scale     --traces FOLDER --out FILE
     python benchmarks/router_experiments.py closed    --traces FOLDER --out FILE --names coding_1 synthetic
+    python benchmarks/router_experiments.py weights   --traces FOLDER --out FILE
 
+`weights` compares options of `cost` on the workloads by which its defaults were chosen; the others judge.
 Instances report every 0.2 s, and their KV events take 50 ms. One process; the same figures each time.
 """
 
@@ -191,9 +193,66 @@ def closed(
     return rows
 
 
+def choosing(folder: Path) -> Mapping[str, tuple[int, Trace, WorkloadSpec]]:
+    """The workloads that chose the weights of `cost`: instances, requests and how they arrive."""
+    agents, fewer = (WorkloadSpec(closed_loop=True, agents=count, think_s=0.0) for count in (24, 12))
+    azure = read_trace(folder / "azure2023_conv_first_half.csv.xz")
+    long_answers = synthesize(
+        "agents", seed=3, duration_s=2000, turns=10.0, system_tokens=1500, answer_tokens=700, spread=0.7,
+        question_tokens=300, first_question_tokens=500, num_system_prompts=4, subagents=0.0,
+    )  # fmt: skip
+    long_chats = synthesize(
+        "chat", seed=5, duration_s=6000, system_tokens=2000, first_question_tokens=9000, turns=3.0,
+        question_tokens=800, answer_tokens=350, spread=1.0, num_system_prompts=20, think_s=600.0,
+    )  # fmt: skip
+    chats = synthesize(
+        "chat", seed=7, duration_s=6000, system_tokens=3000, first_question_tokens=1500, question_tokens=200,
+        answer_tokens=350, num_system_prompts=8, think_s=600.0,
+    )  # fmt: skip
+    documents = synthesize("shared_prompts", seed=6, duration_s=1200)
+    return {
+        "agents": (4, agents_trace(folder, "synthetic", 16, 1), agents),
+        "coding agents, half 0": (4, agents_trace(folder, "coding_0", 12, 0), replace(fewer, agents=8)),
+        "long answers": (4, long_answers, fewer),
+        "documents": (16, documents, WorkloadSpec(Arrivals(rate=80.0), max_requests=2000)),
+        "long chats": (50, long_chats, WorkloadSpec(Arrivals(rate=32.0), max_requests=1400)),
+        "chats": (50, chats, WorkloadSpec(Arrivals(rate=120.0), max_requests=1500)),
+        "Azure chat": (
+            4,
+            replace(azure, requests=azure.requests[3000:4200]),
+            WorkloadSpec(Arrivals(rate=55.0)),
+        ),
+    }
+
+
+WEIGHTS = (
+    (1.0, 1.0, 1.0),
+    (1.0, 1.0, 0.3),
+    (1.0, 1.0, 0.1),
+    (0.3, 0.3, 1.0),
+    (0.3, 0.3, 0.1),
+    (0.1, 0.1, 0.02),
+)
+"""Of decode, slowdown and delay."""
+
+
+def weights(folder: Path) -> list[Any]:
+    rows, config = [], preset_config(PRESET)
+    for name, (count, trace, spec) in choosing(folder).items():
+        work = workload(trace, spec, MACHINE.max_model_len(config))
+        options = [
+            {"name": "cost", "decode_weight": decode, "slowdown_weight": slowdown, "delay_weight": delay}
+            for decode, slowdown, delay in WEIGHTS
+        ]
+        for router in (ROUTERS["round_robin"], *options):
+            result = simulate(PRESET, config, work, MACHINE, layout(count, router))
+            rows.append(row(result, trace=name, instances=count, router=str(router)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["routers", "tenants", "scale", "closed"])
+    parser.add_argument("what", choices=["routers", "tenants", "scale", "closed", "weights"])
     parser.add_argument("--traces", type=Path, default=Path())
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[])
@@ -212,6 +271,8 @@ def main() -> None:
         rows = routers(folder, only, scales, given.names)
     elif given.what == "tenants":
         rows = tenants(only, given.instances, given.requests, given.loads, given.rates)
+    elif given.what == "weights":
+        rows = weights(folder)
     elif given.what == "closed":
         rows = closed(folder, only, given.names, given.seeds, given.sessions, given.agents)
     else:
