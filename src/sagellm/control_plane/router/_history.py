@@ -23,7 +23,7 @@ MOST_KEPT = 4096
 
 
 class Placed(NamedTuple):
-    """Placements: requests, prompt tokens to compute, and tokens of KV that their answers will read."""
+    """Placements: how many, prompt tokens to compute, tokens of KV that answers read."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -123,7 +123,7 @@ class _Learned:
 
 
 class LearnedSpeeds:
-    """Seconds per prompt token and per decode step of each instance, and the length of answers.
+    """Seconds per prompt token and per decode step of each instance; lengths of answers.
 
     The instance's own measurements count first; one that has measured nothing counts as the fastest of the
     others, as it is idle. How steps lengthen is fitted to the reports of an instance, and of all others while

@@ -16,7 +16,10 @@ INDEPENDENT = 0.02
 
 
 class StepLine(NamedTuple):
-    """Seconds of a decode step: at least, for each row, and for each token of KV that its rows read."""
+    """Seconds of a decode step.
+
+    At least, for each row, and for each token of KV that its rows read.
+    """
 
     step_s: float = 0.0
     row_s: float = 0.0

@@ -129,7 +129,7 @@ class _Modelled:
         return self.speeds.line.of(len(self.rows), self.context + self.coming)
 
     def cost_s(self, request: PastRequest, seconds: float) -> float:
-        """What `CostRouter` weighs where nothing is cached: waiting of this request and of those there."""
+        """As `CostRouter`: waiting of this request and of those there, nothing cached."""
         num_rows, num_output = len(self.rows) + len(self.heads) + len(self.prompts), request.num_output
         context = self.context + self.coming
         line, first_s = self.speeds.line, self.queue_s + seconds

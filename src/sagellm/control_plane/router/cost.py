@@ -83,7 +83,7 @@ class _View:
         self.free_tokens = blocks * instance.block_size if instance.block_size else math.inf
 
     def longer_s(self, context: float) -> float:
-        """Seconds by which one more row, with so many tokens of KV, lengthens a step."""
+        """Seconds by which one more row, of that context, lengthens a step."""
         return self.row_s + context * self.context_token_s
 
     def add_row(self, context: float) -> None:
@@ -123,9 +123,9 @@ class CostRouter:
     `expected_output`: tokens, where a request does not say and no answer was seen yet. `decode_weight`: of
     the time that the answer takes. `delay_weight`: of the time by which a prompt delays each request that
     runs there. `slowdown_weight`: of that by which each of their steps, and so their answers, are longer for
-    one more row. The three are 1: a second counts alike, whoever waits. `late_weight`: of each second by
-    which a goal would be missed. `tenant_weight`: of what a tenant has more on an instance
-    than on average. `affinity_s`: what the instance of a session's last turn is worth, all else equal.
+    one more row. The three are 1: seconds of all requests count alike. `late_weight`: of each second by which
+    a goal would be missed. `tenant_weight`: of what a tenant has more on an instance than on average.
+    `affinity_s`: what the instance of a session's last turn is worth, all else equal.
     """
 
     reads_cache: ClassVar[bool] = True

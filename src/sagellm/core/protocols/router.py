@@ -88,7 +88,9 @@ class ExecutionInstance:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether no prompt waits or is computed there, so that `step_s` is of the rows that it reports."""
+        """Whether no prompt waits or is computed there.
+
+        Then `step_s` is of the rows and the context that it reports."""
         return self.num_running > 0 and not self.num_waiting and not self.num_queued_tokens
 
 
