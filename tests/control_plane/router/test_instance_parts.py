@@ -146,6 +146,15 @@ def test_hopeless_forms_are_tried_rarely(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tried.count(FleetForm(1, False)) > 2
 
 
+def test_more_prefill_instances_may_help_where_few_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replayed(*given: Any, **_: Any) -> Generator[None, None, float]:
+        yield
+        return (0.05, 0.1, 0.9)[given[3].num_prefill]
+
+    monkeypatch.setattr(instance_parts, "replay", replayed)
+    assert serve(Parts(OPTIONS), TIGHT, 100, instances=hybrids(3))[-1] == 2
+
+
 def test_a_decision_for_a_fleet_that_is_gone_is_none() -> None:
     parts = Parts(replace(OPTIONS, rounds=1))
     for count in (0, 1):

@@ -187,7 +187,9 @@ class Parts:
                             warm_up=len(before),
                         )
                     tried = [share for form, share in shares.items() if form.num_prefill == number]
-                    if max(tried, default=0.0) < HOPELESS * max(shares.values()):
+                    if tried and max(tried) < HOPELESS * max(shares.values()):
+                        more = range(number + 1, num_modelled)
+                        hopeless |= {FleetForm(each, rescues) for each in more for rescues in (True, False)}
                         break
                 self._decide(shares, num_modelled)
                 least = HOPELESS * max(shares.values())
