@@ -16,8 +16,8 @@ from sagellm.engines.speculation import Speculation
 from tests.builders import expected_tokens, fake_engine, request, run_all
 from tests.effort import examples
 
-PROPOSERS = [name for name in registry("proposer").names() if name != "draft_model"]
-"""Those that need no model; of the others see tests/accel/speculative/test_draft_model.py."""
+PROPOSERS = [name for name in registry("proposer").names() if name not in {"draft_model", "synthetic"}]
+"""Those that go by text alone; of the others see their own tests in tests/accel/speculative."""
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 

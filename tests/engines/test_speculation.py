@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from sagellm.core.errors import CapacityError, PlanError
+from sagellm.core.errors import CapacityError, PlanError, RequestError
 from sagellm.core.plan import Chain, ExecutionPlan, StepResult
 from sagellm.core.protocols.speculative import Proposal
-from sagellm.core.types import FinishReason, Request, TokenLogprob, Tokens
+from sagellm.core.types import FinishReason, Request, SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
@@ -143,6 +144,30 @@ def test_no_more_than_the_request_may_still_draw_is_proposed() -> None:
         assert engine.last_plan is not None
         lengths += [len(chain.token_ids) for chain in engine.last_plan.chains]
     assert lengths == [2, 1]
+
+
+def test_a_request_says_how_many_tokens_may_be_proposed_for_it() -> None:
+    """None, none at all, fewer than the engine, more than the engine."""
+    proposer = Scripted([1] * 9)
+    engine = fake_engine(speculation=Speculation(proposer, 4))
+    for name, most in (("a", None), ("b", 0), ("c", 2), ("d", 64)):
+        engine.add(request(name, range(5), 9, num_speculative_tokens=most))
+    engine.step()
+    engine.step()
+    plan = engine.last_plan
+    assert plan is not None
+    assert [len(chain.token_ids) for chain in plan.chains] == [4, 2, 4]
+    assert plan.decode_rows[1] not in {chain.row for chain in plan.chains}
+    for tokens in run_all(engine).values():
+        assert tokens == right_tokens(range(5), 9)[-len(tokens) :]
+    assert {name for name, _ in proposer.accepted} == {"a", "c", "d"}
+
+
+@pytest.mark.parametrize("number", [-1, 65, 1.5, True, "4"])
+def test_a_wrong_number_of_tokens_is_refused(number: Any) -> None:
+    with pytest.raises(RequestError, match="num_speculative_tokens must be") as caught:
+        SamplingParams(num_speculative_tokens=number)
+    assert caught.value.param == "num_speculative_tokens"
 
 
 def test_proposed_tokens_take_what_is_left_of_the_budget() -> None:

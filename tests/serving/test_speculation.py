@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,3 +70,49 @@ def test_answers_streams_and_usage_are_the_same(path: str, body: dict[str, Any])
         assert found[3] < num_chunks
         accepted = live.metric("sagellm_accepted_tokens_total", position="0")
         assert 0 < accepted <= live.metric("sagellm_proposed_tokens_total", position="0")
+
+
+@pytest.fixture(scope="module")
+def proposing() -> Iterator[Live]:
+    proposes = {"speculative.method": "prompt_lookup", "speculative.adaptive": False}
+    with serving(load(None, {"kv.num_blocks": 96} | proposes)) as live:
+        yield live
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_a_request_may_go_without_proposed_tokens(path: str, body: dict[str, Any], proposing: Live) -> None:
+    def proposed() -> float:
+        return sum(
+            proposing.metric("sagellm_proposed_tokens_total", position=str(place)) for place in range(4)
+        )
+
+    choices, _ = answered(proposing, path, body)
+    before = proposed()
+    assert before
+    plain, _ = answered(proposing, path, body | {"num_speculative_tokens": 0})
+    assert proposed() == before
+    assert without_values(plain) == without_values(choices)
+    behind = proposing.metric("sagellm_proposed_tokens_total", position="1")
+    answered(proposing, path, body | {"num_speculative_tokens": 1})
+    assert proposed() > before
+    assert proposing.metric("sagellm_proposed_tokens_total", position="1") == behind
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("num_speculative_tokens", -1, "num_speculative_tokens must be in [0, 64], got -1"),
+        ("num_speculative_tokens", 65, "num_speculative_tokens must be in [0, 64], got 65"),
+        ("num_speculative_tokens", False, "num_speculative_tokens: should be a valid integer"),
+        ("num_speculative_tokens", {"num_tokens": 4}, "num_speculative_tokens: should be a valid integer"),
+        ("speculative", False, "unknown field 'speculative'. Send 'num_speculative_tokens' instead."),
+        ("disable_spec_decode", True, "Send 'num_speculative_tokens' instead."),
+    ],
+)
+def test_a_wrong_number_is_a_400_that_says_what_works(
+    field: str, value: object, told: str, proposing: Live
+) -> None:
+    response = proposing.http.post("/v1/chat/completions", json=CHAT | {field: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], told in error["message"]) == (field, True), error

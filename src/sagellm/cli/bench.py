@@ -93,7 +93,7 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
                 run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
         finally:
             if report.rows:
-                output.show(tables(report), report.as_json())
+                output.show(tables(report, benchmark.tables), report.as_json())
 
     measure.__doc__ = text
     measure.__name__ = name
@@ -221,7 +221,8 @@ _add_micro(
     """Measure what proposers of speculative decoding cost, and how many tokens a step settles.
 
     Sections: p, a prompt is taken in; s, a step; e, an output comes to the shared ones; m, bytes per token;
-    r, recorded answers, without a model, from the folder that SAGELLM_TRACES names.
+    r, recorded answers, without a model, from the folder that SAGELLM_TRACES names; a, an engine with random
+    weights, by acceptance, batch and number of proposed tokens, which takes ten minutes.
     """,
 )
 

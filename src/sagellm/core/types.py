@@ -26,6 +26,8 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
 REASONING_BUDGETS = "reasoning_budgets"
 """The feature of a backend that ends reasoning at `SamplingParams.max_reasoning_tokens`."""
+SYNTHETIC_DRAWS = "synthetic_draws"
+"""The feature of a backend whose answers are made-up tokens, for benchmarks."""
 APPROXIMATE_REUSE = "approximate_reuse"
 """The feature of an engine that copies KV to other positions, for requests that ask for it."""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1024
@@ -45,6 +47,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "max_tokens": (0, math.inf),
     "max_reasoning_tokens": (0, math.inf),
+    "num_speculative_tokens": (0, 64),
 }
 BlockIds: TypeAlias = "array[int]"
 """Ids of blocks in order of position, as one int32 buffer (`array("i")`)."""
@@ -236,6 +239,9 @@ class SamplingParams:
     With `max_reasoning_tokens` at most so many tokens come between the markers of reasoning, and then the end
     marker, whatever the model would draw. `reasoning_token_ids`: start and end marker; empty: those of the
     tokenizer, which `LLM` fills in.
+
+    `num_speculative_tokens`: at most so many tokens are proposed in a step, where the engine speculates; 0:
+    none, None: as many as for others. No token depends on it.
     """
 
     temperature: float = 1.0
@@ -258,6 +264,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop: Any = self.stop

@@ -11,7 +11,7 @@ from sagellm.core.config import Config, KVConfig, ParallelConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.registry import registry
-from sagellm.core.types import CapabilityDescriptor
+from sagellm.core.types import SYNTHETIC_DRAWS, CapabilityDescriptor
 from sagellm.engines.speculation import Speculation
 
 MakeBackend: TypeAlias = Callable[[Config], InferenceBackend]
@@ -35,6 +35,8 @@ def build_speculation(
             "back): set speculative.method to none"
         )
     options: dict[str, Any] = {**settings.method_options, "name": settings.method}
+    if settings.method == "synthetic":
+        options |= synthetic_options(config, capability)
     if "backend" not in registry("proposer").options(settings.method):
         proposer = registry("proposer").create_from(options)
     else:
@@ -46,6 +48,19 @@ def build_speculation(
             raise
     lengths = ChainLengths() if settings.adaptive else None
     return Speculation(proposer, settings.num_tokens, lengths, clock)
+
+
+def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[str, Any]:
+    """What the proposer must know of the engine.
+
+    Raises `ConfigError` for a backend that draws its own tokens.
+    """
+    if SYNTHETIC_DRAWS not in capability.features:
+        raise ConfigError(
+            "speculative.method 'synthetic' needs a backend that makes up its tokens: set engine.backend to "
+            "native"
+        )
+    return {"vocab_size": capability.vocab_size, "engine_seed": config.engine.seed}
 
 
 def build_draft(

@@ -52,7 +52,7 @@ class Speculation:
 
         They take what the draft leaves of the token budget, and of the blocks that are free or can be made
         free all but one for each request in decode, so that proposals preempt nothing in the next step. No
-        request gets more than it may still draw.
+        request gets more than it may still draw, or than it allows.
         """
         draft = binding.draft
         found = self._ask(draft, decodes)
@@ -71,10 +71,11 @@ class Speculation:
         most = min(draft.num_draft_tokens, budget)
         asked: list[tuple[RequestState, int]] = []
         for state, remaining in zip(decodes.states, decodes.remaining(), strict=True) if most > 0 else ():
-            if remaining < 2 or state.request_id in draft.skipped_decodes:
+            own = state.request.params.num_speculative_tokens
+            if remaining < 2 or own == 0 or state.request_id in draft.skipped_decodes:
                 continue
             if lengths is None or lengths.may_propose(state.request_id):
-                asked.append((state, min(most, remaining - 1)))
+                asked.append((state, min(most, remaining - 1, most if own is None else own)))
         self._proposing_s = 0.0
         if not asked:
             return []

@@ -448,6 +448,7 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "max_reasoning_tokens": _or_null(
             *[_in_range("max_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
         ),
+        "num_speculative_tokens": _or_null(_in_range("num_speculative_tokens", whole=True)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
         "logit_bias": _or_null(logit_bias),

@@ -38,6 +38,8 @@ on them, and a header of the answer names them.
 """
 
 RENAMED: Mapping[str, str] = {
+    "disable_spec_decode": "num_speculative_tokens",
+    "disable_speculative_decoding": "num_speculative_tokens",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
@@ -47,6 +49,8 @@ RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "return_full_text": "echo",
     "sampling_seed": "seed",
+    "speculative": "num_speculative_tokens",
+    "speculative.n_max": "num_speculative_tokens",
     "thinking_budget": "max_reasoning_tokens",
     "thinking_token_budget": "max_reasoning_tokens",
 }

@@ -247,6 +247,7 @@ class GenerationFields(Body):
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_LISTED, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    num_speculative_tokens: int | None = None
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, lt=MAX_PRIORITY)
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)

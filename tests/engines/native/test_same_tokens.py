@@ -27,6 +27,7 @@ from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
 from sagellm.engines.build_kv import build_kv, build_tiers
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
@@ -73,6 +74,7 @@ def engine(
     reference: bool = False,
     eviction: str = "adaptive",
     overlap: bool = False,
+    speculation: Speculation | None = None,
 ) -> Engine:
     clock = ManualClock()
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction, checkpoint_interval=BLOCK)
@@ -101,6 +103,7 @@ def engine(
         PassPipeline(passes),
         max_batched_tokens=budget,
         overlap=overlap,
+        speculation=speculation,
         clock=clock,
     )
 

@@ -25,15 +25,17 @@ def row_of(
     return RowSampler.of(params, seed, prompt or [], outputs or [], eos, vocab, CPU)
 
 
-def plain_sample(
+def plain_weights(
     logits: list[float],
     params: SamplingParams,
-    seed: int,
     prompt: list[int],
     outputs: list[int],
     eos: tuple[int, ...],
-) -> int:
-    """The definition: the steps of the `SamplingParams` docstring in their order."""
+) -> dict[int, float]:
+    """The definition: the steps of the `SamplingParams` docstring in their order.
+
+    The tokens that may be drawn, by rising id, with their weights.
+    """
     x = list(logits)
     for i, bias in params.logit_bias.items():
         x[i] += bias
@@ -46,7 +48,7 @@ def plain_sample(
         x[i] -= params.presence_penalty + params.frequency_penalty * outputs.count(i)
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if params.temperature == 0:
-        return order[0]
+        return {order[0]: 1.0}
     weights = {i: math.exp((x[i] - x[order[0]]) / params.temperature) for i in order}
     kept = order[: params.top_k] if params.top_k > 0 else order
     if params.top_p < 1:
@@ -58,13 +60,25 @@ def plain_sample(
             nucleus.append(i)
             before += weights[i]
         kept = nucleus
-    kept = sorted(i for i in kept if weights[i] >= params.min_p)
-    point = uniform(seed, len(outputs)) * sum(weights[i] for i in kept)
-    for i in kept:
-        point -= weights[i]
+    return {i: weights[i] for i in sorted(kept) if weights[i] >= params.min_p}
+
+
+def plain_sample(
+    logits: list[float],
+    params: SamplingParams,
+    seed: int,
+    prompt: list[int],
+    outputs: list[int],
+    eos: tuple[int, ...],
+) -> int:
+    """The token at which the weights, by rising id, reach the random number's share of them all."""
+    weights = plain_weights(logits, params, prompt, outputs, eos)
+    point = uniform(seed, len(outputs)) * sum(weights.values())
+    for i, weight in weights.items():
+        point -= weight
         if point < 0:
             return i
-    return kept[-1]
+    return max(weights)
 
 
 tokens = st.integers(0, VOCAB - 1)

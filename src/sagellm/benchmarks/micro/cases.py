@@ -7,11 +7,12 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from sagellm.benchmarks.reporting import Table
 from sagellm.core.errors import ConfigError
 
 SHORT_US = 5.0
@@ -153,7 +154,7 @@ class MicroBenchPlan:
     save or load, and `moved_mb` the MB that are moved in each of `rounds` rounds. `devices` are accelerators
     of a host whose topology is read, with as many NICs. `buffers_kb` are what ranks reduce and exchange.
     `tasks` are planned at once; `pieces` of about `task_ms` are run. A router chooses among `instances`,
-    which have `indexed_blocks` different blocks.
+    which have `indexed_blocks` different blocks. `batches` are requests that decode at once.
     """
 
     variants: tuple[str, ...]
@@ -179,6 +180,7 @@ class MicroBenchPlan:
     task_ms: float = 5.0
     instances: int = 64
     indexed_blocks: int = 1_000_000
+    batches: tuple[int, ...] = (1, 4, 16)
     repeats: int = 100
     seed: int = 0
 
@@ -230,6 +232,7 @@ class MicroBenchPlan:
             pieces=16,
             instances=8,
             indexed_blocks=10_000,
+            batches=(2,),
             repeats=min(self.repeats, 20),
         )
 
@@ -254,8 +257,9 @@ class MicroBenchRow:
 
     In µs: the median CPU time with its `timing`, wall time without. Others: bytes per block, GB/s, a ratio.
 
-    `size` is in tokens in sections a to c and t, in blocks in d and f, in MB in m, in KB in r
-    and o, in tasks in h and p. `turn` counts the runs of the section, from 0, when it alternates with peers.
+    `size` is in tokens in sections a to c and t, in blocks in d and f, in MB in m, in KB in r and o, in tasks
+    in h and p, in requests in a of `speculative`. `turn` counts the runs of the section, from 0, when it
+    alternates with peers.
     """
 
     section: str
@@ -290,12 +294,14 @@ Section: TypeAlias = Callable[[MicroBenchPlan, Stopwatch], Iterator[MicroBenchRo
 @dataclass(frozen=True, slots=True)
 class MicroBenchmark:
     """A benchmark and its sections by letter, which are those of the peers' harness. `names` gives the
-    variants; `check` raises `UnknownNameError` for another name."""
+    variants; `check` raises `UnknownNameError` for another name. `tables`: of sections whose rows have a
+    table of their own."""
 
     name: str
     names: Callable[[], Sequence[str]]
     check: Callable[[str], object]
     sections: dict[str, Section]
+    tables: Mapping[str, Callable[[Sequence[MicroBenchRow]], Table]] = field(default_factory=dict)
 
 
 def timed(letter: str, *recipes: Recipe) -> Section:

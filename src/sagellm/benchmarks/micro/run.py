@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,11 +88,20 @@ def run(
             ours(letter, turn + 1)
 
 
-def tables(report: MicroBenchReport) -> Iterator[Table]:
-    """Returns our rows of the first turn, and the comparisons if there are any."""
+def tables(
+    report: MicroBenchReport, own: Mapping[str, Callable[[Sequence[MicroBenchRow]], Table]] | None = None
+) -> Iterator[Table]:
+    """Returns our rows of the first turn, and the comparisons if there are any.
+
+    `own`: tables of their own for the rows of some sections.
+    """
+    makers, first = own or {}, [row for row in report.rows if row.turn == 0]
     title = f"{report.benchmark}: median thread CPU time per call, block {BLOCK_SIZE}"
-    rows = [_row(row) for row in report.rows if row.turn == 0]
-    yield Table(title, ROW_COLUMNS, rows, num_names=4)
+    if rows := [_row(row) for row in first if row.section not in makers]:
+        yield Table(title, ROW_COLUMNS, rows, num_names=4)
+    for letter, make in makers.items():
+        if found := [row for row in first if row.section == letter]:
+            yield make(found)
     comparisons = report.comparisons()
     if comparisons:
         title = "ours beside peers, one call at a time; a ratio below 1: ours is faster, or smaller"

@@ -3,6 +3,7 @@
 Section p: the first proposal of a request, whose prompt is taken in. Section s: a step behind a prompt of
 `paths` tokens, of which one token is new. Section m: bytes for each token of a tree. Section e: an output of
 1,024 tokens comes to the shared outputs, and as many leave. Section r: recorded answers with forced tokens.
+Section a: an engine with random weights, by acceptance (`acceptance.py`).
 Sections p, s and e have suffix trees in Python beside those in C++; what both propose is equal.
 """
 
@@ -16,6 +17,7 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+from sagellm.benchmarks.micro.acceptance import acceptance_table, by_acceptance
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
     MicroBenchmark,
@@ -174,13 +176,14 @@ def _sections() -> dict[str, Section]:
         "e": timed("e", ends),
         "m": _memory,
         "r": _replayed,
+        "a": by_acceptance,
     }
 
 
 def _variants() -> list[str]:
-    """Proposers that need no model, and the slow twin of one."""
-    proposers = registry("proposer")
-    return [*(name for name in proposers.names() if "backend" not in proposers.options(name)), PYTHON]
+    """Proposers that go by text alone, and the slow twin of one."""
+    proposers, needs = registry("proposer"), {"backend", "engine_seed"}
+    return [*(name for name in proposers.names() if not needs & proposers.options(name).keys()), PYTHON]
 
 
-BENCHMARK = MicroBenchmark("speculative", _variants, _check, _sections())
+BENCHMARK = MicroBenchmark("speculative", _variants, _check, _sections(), {"a": acceptance_table})

@@ -22,6 +22,7 @@ from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import (
     PROMPT_LOGPROBS,
     REASONING_BUDGETS,
+    SYNTHETIC_DRAWS,
     CapabilityDescriptor,
     KVCacheSchema,
     SamplingParams,
@@ -44,6 +45,7 @@ from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, 
 from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, state_bytes
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
+from sagellm.engines.native.synthetic_draws import SyntheticDraws
 from sagellm.engines.native.token_copies import TokenCopier
 
 if TYPE_CHECKING:
@@ -107,6 +109,8 @@ class NativeBackend:
 
     `ranks`: the ranks among which the model is divided, of which this is one. They share the memory of a CPU.
 
+    `synthetic_draws`: answers are made-up tokens (`SyntheticDraws`), for benchmarks.
+
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
     """
@@ -120,6 +124,7 @@ class NativeBackend:
         cuda_kernels: Callable[[], KernelSet] | None = None, capture: CaptureSource | None = None,
         quantizer: WeightQuantizer | None = None, formats: FormatSource | None = None,
         split_kv: bool = True, implementation: str = "auto", ranks: Ranks | None = None,
+        synthetic_draws: bool = False,
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
@@ -165,6 +170,7 @@ class NativeBackend:
             torch.set_num_threads(1)
         draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
         self._draw = kernel_draw(draw) if draw else None
+        self._sample = SyntheticDraws(spec.vocab_size) if synthetic_draws else sample
         lengths = (self._max_model_len, blocks, block_size)
         self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
         self._kept: defaultdict[int, list[KeptPart]] = defaultdict(list)
@@ -267,12 +273,16 @@ class NativeBackend:
             max_num_seqs=self._max_num_seqs,
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_page,
-            features=FEATURES - (NOT_RECURRENT if self._kv.states else set()),
+            features=self._features(),
             sliding_window=max(map(width, windows)) if all_windowed else None,
             prefill_token_s=self._prefill_token_s,
             prefill_token_squared_s=self._prefill_token_squared_s,
             weight_bytes=self._weight_bytes,
         )
+
+    def _features(self) -> frozenset[str]:
+        more = {SYNTHETIC_DRAWS} if isinstance(self._sample, SyntheticDraws) else set[str]()
+        return (FEATURES | more) - (NOT_RECURRENT if self._kv.states else set())
 
     def get_kv_schema(self) -> KVCacheSchema:
         return self._schema
@@ -348,7 +358,7 @@ class NativeBackend:
             return StepResult(plan.step, prompt_logprobs=prompts)
         if plan.chains:
             return self._accepted(plan, logits, prompts)
-        drawn = sample(logits, self._rows.samplers(rows), self._draw)
+        drawn = self._sample(logits, self._rows.samplers(rows), self._draw)
         self._rows.advance(rows, drawn.token_ids)
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {rows[i]: (e,) for i, e in drawn.logprobs.items()}
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs, prompts)
@@ -357,7 +367,7 @@ class NativeBackend:
         self, plan: ExecutionPlan, logits: torch.Tensor, prompts: dict[int, tuple[TokenLogprob, ...]]
     ) -> StepResult:
         """As `_compute` with chains: draws up to the first token not proposed."""
-        drawn = sample(logits, self._rows.chain_samplers(plan), self._draw)
+        drawn = self._sample(logits, self._rows.chain_samplers(plan), self._draw)
         rows: list[int] = []
         token_ids: list[int] = []
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}

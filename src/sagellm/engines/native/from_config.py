@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from sagellm.core.child_process import Inbox
 
+log = logging.getLogger("sagellm.engine")
+
 
 def native_backend(
     config: Config,
@@ -48,6 +51,8 @@ def native_backend(
     options = _backend_options(
         config, progress=progress, compute_dtype=compute_dtype, kv_memory_bytes=kv_memory_bytes
     )
+    if options["synthetic_draws"]:
+        log.warning("speculative.method synthetic: ANSWERS ARE MADE-UP TOKENS, for benchmarks of speed alone")
     if config.parallel.num_ranks == 1:
         return NativeBackend(**options)
     from sagellm.engines.native.parallel.start import first_rank
@@ -88,6 +93,7 @@ def _backend_options(
         "cuda_kernels": triton_kernels if config.engine.kernels == "auto" else None,
         "split_kv": splits_kv(config),
         "capture": cuda_capture if config.engine.recorded_steps else None,
+        "synthetic_draws": config.speculative.method == "synthetic",
         **_held_as(config),
     }
 
