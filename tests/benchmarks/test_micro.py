@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import process
+from sagellm.benchmarks.engine.shapes import SHAPES
 from sagellm.benchmarks.micro import (
+    acceptance,
     collectives,
     interconnect,
     kv_bytes,
@@ -171,6 +173,32 @@ def test_proposers_have_every_row() -> None:
     assert {row.unit for row in rows} == {"us"}
     with pytest.raises(UnknownNameError, match="'suffix in Python' is measured too"):
         speculative.BENCHMARK.check("sufix")
+
+
+def test_speeds_by_acceptance_have_a_table_with_the_planner_s_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "shape_named", lambda _: SHAPES["tiny"])
+    monkeypatch.setattr(acceptance, "ACCEPTANCES", (0.5, 0.9))
+    monkeypatch.setattr(acceptance, "ANSWER_TOKENS", 12)
+    plan = dataclasses.replace(tiny("suffix").quick(), batches=(1, 3))
+    report = measured(speculative.BENCHMARK, "a", plan)
+    names = ["0", "1", "2", "4", "8", acceptance.ADAPTIVE, acceptance.CHOSEN]
+    cases = [(batch, f"acceptance {chance}") for batch in (1, 3) for chance in (0.5, 0.9)]
+    assert [(row.size, row.case, row.variant) for row in report.rows] == [
+        (*case, name) for case in cases for name in names
+    ]
+    assert all(row.value > 0 for row in report.rows if row.unit == "tokens/s")
+    [table] = tables(report, speculative.BENCHMARK.tables)
+    assert [line[:2] for line in table.rows] == [["1", "0.5"], ["1", "0.9"], ["3", "0.5"], ["3", "0.9"]]
+    assert all(sum(cell.endswith(" *") for cell in line) == 1 for line in table.rows)
+
+
+def test_the_star_is_at_the_length_nearest_to_the_planner_s() -> None:
+    speeds = {"0": 20.0, "1": 30.0, "2": 44.0, "4": 40.0, "8": 10.0, "adaptive": 33.0, "chosen": 2.6}
+    rows = [MicroBenchRow("a", "acceptance 0.5", 4, name, "", value) for name, value in speeds.items()]
+    [line] = acceptance.acceptance_table(rows).rows
+    assert line == [
+        "4", "0.5", "20.0", "30.0", "44.0 *", "40.0", "10.0", "33.0", "2.6", "0.75", "1.65",
+    ]  # fmt: skip
 
 
 def test_recorded_answers_need_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import CapacityError, PlanError, RequestError
-from sagellm.core.plan import Chain, ExecutionPlan, StepResult
+from sagellm.core.plan import Chain, Draft, ExecutionPlan, StepResult
+from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import FinishReason, Request, SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.scheduler_ir.explain import ScheduleLog
-from sagellm.kvmgr.scheduler_ir.passes.speculative_budget import SpeculativeBudgetPass
 from tests.builders import (
     OneByOne,
     RandomProposer,
@@ -185,11 +185,17 @@ def test_proposed_tokens_take_what_is_left_of_the_budget() -> None:
     assert engine.last_plan.chains == ()
 
 
-def test_a_pass_says_how_many_tokens_may_be_proposed() -> None:
-    engine = fake_engine(
-        passes=[SpeculativeBudgetPass(max_tokens=2, draft_s=0.0)],
-        speculation=Speculation(Scripted([1] * 9), 4),
-    )
+class AtMostTwo:
+    """A pass of a user."""
+
+    name = "at_most_two"
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        draft.num_draft_tokens = min(2, draft.num_draft_tokens)
+
+
+def test_a_pass_may_lower_how_many_tokens_are_proposed() -> None:
+    engine = fake_engine(passes=[AtMostTwo()], speculation=Speculation(Scripted([1] * 9), 4))
     engine.add(request("a", range(5), 9))
     engine.step()
     engine.step()

@@ -147,8 +147,6 @@ def test_fast_forward_changes_no_result(strategy: str, kind: str) -> None:
 @pytest.mark.parametrize("name", registry("pass").names())
 def test_every_pass_that_can_tell_is_fast_forwarded(name: str) -> None:
     """A pass with `stable_until` keeps its promise; with another pass, steps are planned singly."""
-    if name == "speculative_budget":  # needs a backend that drafts tokens
-        return
     chosen = config(kv__num_blocks=30, scheduler__passes=[name], scheduler__max_batched_tokens=64)
     story = both(chosen, blocked(shared=[1], tenants=2))
     assert bool(story.forwarded) == hasattr(registry("pass").create(name), "stable_until")

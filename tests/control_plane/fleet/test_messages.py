@@ -49,7 +49,8 @@ from sagellm.core.types import (
 def test_a_request_arrives_as_it_was() -> None:
     hints = KVHintsEnvelope("0.1", "m", (KVHintAction("a", "kv.retain", payload={"x": 1}),))
     request = Request(
-        "r", Tokens([1, 2, 3]), SamplingParams(0.5, logit_bias={3: 1.0}, stop=("a",), seed=7, logprobs=2),
+        "r", Tokens([1, 2, 3]),
+        SamplingParams(0.5, logit_bias={3: 1.0}, stop=("a",), seed=7, logprobs=2, num_speculative_tokens=3),
         frozenset({4, 5}), 1.5, 3, Namespace("t", "m", "a", "d"), SLO(1.0, 0.1), "g", "class",
         (Retention(0, 2),), "s", hints, 9, ("c", "d"), True, True, True,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
@@ -32,14 +33,15 @@ SIGNIFICANCE = 0.001
 FEWEST = 5.0
 """Quadruples of which fewer are expected are counted together."""
 
-PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.8}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.8}
+NO_PENALTIES: dict[str, Any] = {}
 GRID: dict[str, SamplingParams] = {
     f"temperature {heat}, top_p {top_p}, {'with' if penalties else 'no'} penalties": SamplingParams(
         temperature=heat, top_p=top_p, **penalties
     )
     for heat in (0.5, 1.0, 1.8)
     for top_p in (1.0, 0.8)
-    for penalties in ({}, PENALTIES)
+    for penalties in (NO_PENALTIES, PENALTIES)
 } | {
     "top_k and min_p": SamplingParams(temperature=1.3, top_k=5, min_p=0.05),
     "bias and a stop token held back": SamplingParams(
@@ -149,7 +151,7 @@ def excess(counts: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ...], 
     chi_square = sum((found - wanted) ** 2 / wanted for found, wanted in cells)
     freedom = len(cells) - 1
     spread = 2 / (9 * freedom)
-    return ((chi_square / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return float(((chi_square / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
 
 
 LIMIT = NormalDist().inv_cdf(1 - SIGNIFICANCE / len(GRID))
@@ -189,8 +191,9 @@ def test_proposed_tokens_are_accepted(backend: TableBackend) -> None:
 
 def test_chi_square_is_what_tables_say() -> None:
     """10 degrees of freedom: 18.307 is the quantile of 95 %."""
-    cells = {(token,): 1 / 11 for token in range(11)}
+    cells: dict[tuple[int, ...], float] = {(token,): 1 / 11 for token in range(11)}
     each, moved = 1000, round(math.sqrt(18.307 * 1000 / 2))
-    counts = Counter({(token,): each for token in range(11)}) + Counter({(0,): moved})
+    counts = Counter[tuple[int, ...]](dict.fromkeys(cells, each))
+    counts[0,] += moved
     counts[1,] -= moved
     assert excess(counts, cells) == pytest.approx(NormalDist().inv_cdf(0.95), abs=0.03)

@@ -1,4 +1,4 @@
-"""Prefill and decode apart, attention and feed-forward apart, tokens to draft: advice by cost models."""
+"""Prefill and decode apart, attention and feed-forward apart: advice by cost models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 from sagellm.core.config import Config, SchedulerConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Decodes, PhasePlacement
+from sagellm.core.plan import PhasePlacement
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import RequestStatus
 from sagellm.engines.build import build_engine, build_passes
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes.af_separation import AFSeparationPass
 from sagellm.kvmgr.scheduler_ir.passes.pd_separation import PDSeparationPass
-from sagellm.kvmgr.scheduler_ir.passes.speculative_budget import SpeculativeBudgetPass
 from tests.builders import expected_tokens, fake_engine, request
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
 
@@ -120,7 +119,6 @@ def test_separation_is_harmless_in_an_engine() -> None:
 NEEDS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "pd_separation": ({"sites": {"d": DECODER}}, "pd_separation"),
     "af_separation": ({"attention": ["a0"], "ffn": ["f0"]}, "af_separation"),
-    "speculative_budget": ({}, "speculative_decoding"),
 }
 
 
@@ -150,17 +148,6 @@ def test_a_separation_without_other_instances_needs_nothing() -> None:
             {"kv": {"block_size": backend.capability().block_size}, "scheduler": {"passes": [name]}}
         )
         build_engine(config, backend)
-
-
-def test_the_number_of_tokens_to_draft_is_in_the_plan() -> None:
-    engine = fake_engine(TokenMemoryBackend(), passes=[SpeculativeBudgetPass(max_tokens=3, draft_s=0.0)])
-    engine.add(request("a", range(5), 6))
-    numbers = []
-    while engine.has_work():
-        engine.step()
-        assert engine.last_plan is not None
-        numbers.append(engine.last_plan.num_draft_tokens)
-    assert numbers == [0, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -213,31 +200,6 @@ def test_micro_batches_hide_the_link(link_s: float, count: int) -> None:
 def test_attention_and_ffn_are_named_together() -> None:
     with pytest.raises(ValueError, match="for attention and for ffn"):
         AFSeparationPass(("a",))
-
-
-def _drafted(count: int, *, budget: int = 2048, waiting: bool = False) -> int:
-    speculative = SpeculativeBudgetPass(max_tokens=4, acceptance=0.8, draft_s=0.0)
-    speculative.step_time.step_s, speculative.step_time.token_s = (
-        0.01,
-        1e-4,
-    )  # 100 tokens take as long as the weights
-    desk = Desk(speculative)
-    desk.step(token_budget=budget)
-    desk.draft.decodes = Decodes([state(str(i)) for i in range(count)])
-    desk.draft.waiting[:] = [state("w")] if waiting else []
-    speculative(desk.draft, desk.view)
-    return desk.draft.num_draft_tokens
-
-
-def test_fewer_tokens_are_drafted_under_load() -> None:
-    drafted = [_drafted(count) for count in (0, 1, 20, 40, 80, 200)]
-    assert drafted == [0, 4, 4, 2, 1, 0]
-
-
-def test_the_token_budget_is_never_exceeded() -> None:
-    assert _drafted(10, budget=19) == 0
-    assert _drafted(10, budget=35) == 2
-    assert _drafted(10, waiting=True) == 0
 
 
 @pytest.mark.parametrize(
