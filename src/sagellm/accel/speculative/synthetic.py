@@ -8,8 +8,7 @@ that it would. vLLM and llama.cpp have such a mode under the name of synthetic a
 
 from __future__ import annotations
 
-import random
-import zlib
+import hashlib
 from collections.abc import Iterator, Sequence
 
 from sagellm.core.protocols.speculative import Asked, Proposal
@@ -19,13 +18,20 @@ from sagellm.core.types import Request, Tokens
 
 def synthetic_token(seed: int, position: int, vocab_size: int) -> int:
     """The token at this position of the answer of a request with that seed."""
-    return zlib.crc32(f"{seed}:{position}".encode()) % vocab_size
+    return (_bits(seed, position) >> 32) % vocab_size
+
+
+def _bits(seed: int, position: int) -> int:
+    """64 of them, independent from position to position."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little")
 
 
 class Synthetic:
     """Implements `Proposer`: each proposed token is right with the chance `acceptance`, if those before are.
 
-    Takes no time to speak of. `vocab_size` and `engine_seed` are those of the engine.
+    Takes no time to speak of. Which positions it gets right depends on seed and position alone, so that runs
+    with other numbers of proposed tokens have the same luck. `vocab_size` and `engine_seed` are those of the
+    engine.
     """
 
     def __init__(self, vocab_size: int, engine_seed: int, acceptance: float = 0.7) -> None:
@@ -33,7 +39,6 @@ class Synthetic:
             raise ValueError(f"acceptance must be from 0 to 1, got {acceptance}")
         self.acceptance = acceptance
         self._vocab_size, self._engine_seed = vocab_size, engine_seed
-        self._random = random.Random(engine_seed)
 
     def propose(self, asked: Sequence[Asked]) -> Sequence[Proposal]:
         return [Proposal(tuple(self._tokens(*each))) for each in asked]
@@ -43,7 +48,7 @@ class Synthetic:
         seed = request_seed(self._engine_seed, request.request_id) if given is None else given
         first = len(tokens) - len(request.tokens)
         for position in range(first, first + num_tokens):
-            is_wrong = self._random.random() >= self.acceptance
+            is_wrong = (_bits(seed, position) & 0xFFFF_FFFF) >= self.acceptance * 2**32
             yield (synthetic_token(seed, position, self._vocab_size) + is_wrong) % self._vocab_size
 
     def observe(self, request_id: str, num_accepted: int) -> None:
