@@ -27,7 +27,7 @@ def _bits(seed: int, position: int) -> int:
 
 
 class Synthetic:
-    """Implements `Proposer`: each proposed token is right with the chance `acceptance`, if those before are.
+    """Implements `Proposer`: each token is right with the chance `acceptance`.
 
     Takes no time to speak of. Which positions it gets right depends on seed and position alone, so that runs
     with other numbers of proposed tokens have the same luck. `vocab_size` and `engine_seed` are those of the

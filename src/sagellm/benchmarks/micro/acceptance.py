@@ -40,7 +40,7 @@ class ThreadClock:
 
 
 def by_acceptance(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Rows of all batches: tokens per second, and how many tokens the planner lets a request verify."""
+    """Tokens per second, and how many tokens the planner lets a request verify."""
     shape = shape_named("S").changed(num_hidden_layers=min(NUM_LAYERS, plan.layers))
     with TemporaryDirectory(prefix="sagellm-bench-") as folder:
         write_model(shape, Path(folder))
@@ -83,7 +83,7 @@ def _engines(backend: InferenceBackend, config: Config) -> dict[str, Engine]:
 def _compared(
     engines: Mapping[str, Engine], batch: int, acceptance: float, rounds: int
 ) -> Iterator[MicroBenchRow]:
-    """The engines take turns; the first round counts for nothing, but the planner learns in it."""
+    """The engines take turns. The first round is not counted; the planner learns in it."""
     speeds, proposed, case = defaultdict[str, list[float]](list), list[float](), f"acceptance {acceptance}"
     for turn in range(1 + rounds):
         names = list(engines)
@@ -98,7 +98,7 @@ def _compared(
 
 
 def _decode(engine: Engine, batch: int, turn: int) -> tuple[float, float]:
-    """Tokens per second behind the first ones, and proposed tokens for each request and step."""
+    """Tokens per second behind the first, and proposed tokens by request and step."""
     for number in range(batch):
         name, first = f"{turn}.{number}", 1 + number
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
