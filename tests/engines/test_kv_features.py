@@ -65,6 +65,23 @@ def test_a_fork_goes_on_with_the_kv_of_its_parent() -> None:
     assert child == expected_tokens(backend, [*range(10), *parent[:5]], 3) == parent[5:8]
 
 
+def test_a_branch_begins_as_a_running_request_does_and_goes_its_own_way() -> None:
+    backend = TokenMemoryBackend()
+    engine = fake_engine(backend)
+    engine.add(request("parent", range(10), 12))
+    for _ in range(5):
+        engine.step()
+    parent = expected_tokens(backend, range(10), 12)
+    engine.branch("parent", request("child", [*range(10), *parent[:4], 7], 3, group="probes"))
+    outputs = [output for output in engine.step() if output.request_id == "child"]
+    assert [(out.num_prompt_tokens, out.num_cached_tokens) for out in outputs] == [(15, 14)]
+    tokens = run_all(engine)
+    child = [*outputs[0].new_token_ids, *tokens["child"]]
+    assert child == expected_tokens(backend, [*range(10), *parent[:4], 7], 3)
+    engine.branch("parent", request("late", [*range(10), *parent[:4]], 3, group="probes"))  # it has ended
+    assert run_all(engine)["late"] == parent[4:7]
+
+
 def test_a_fork_of_nobody_is_refused() -> None:
     engine = fake_engine()
     with pytest.raises(RequestError, match="no request of that id is running"):

@@ -135,6 +135,8 @@ def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(RequestError, match="max_reasoning_tokens needs reasoning_token_ids") as caught:
         engine.add(request("a", [1], max_reasoning_tokens=3))
     assert caught.value.param == "max_reasoning_tokens"
+    with pytest.raises(RequestError, match="soft_reasoning_tokens needs reasoning_token_ids"):
+        engine.add(request("a", [1], soft_reasoning_tokens=3))
     with pytest.raises(RequestError, match="token id 97 is not in the vocabulary of 97 tokens"):
         engine.add(request("a", [1], max_reasoning_tokens=3, reasoning_token_ids=(1, 97)))
     with pytest.raises(UnsupportedParameterError, match=r"max_reasoning_tokens: .* leave it out"):
@@ -147,6 +149,10 @@ def test_what_cannot_be_kept_is_refused() -> None:
     [
         ({"max_reasoning_tokens": -1}, "max_reasoning_tokens must be at least 0, got -1"),
         ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens must be an integer or None"),
+        ({"soft_reasoning_tokens": -1}, "soft_reasoning_tokens must be at least 0, got -1"),
+        ({"soft_reasoning_tokens": 1.5}, "soft_reasoning_tokens must be an integer or None"),
+        ({"soft_reasoning_slope": -0.1}, "soft_reasoning_slope must be in"),
+        ({"soft_reasoning_slope": None}, "soft_reasoning_slope must be a number"),
         ({"reasoning_token_ids": (1,)}, "must be two different ids"),
         ({"reasoning_token_ids": (1, 1)}, "must be two different ids"),
         ({"reasoning_token_ids": (1, 1, 2)}, "must be two different ids"),

@@ -25,7 +25,7 @@ MAX_N = 128
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
 REASONING_BUDGETS = "reasoning_budgets"
-"""The feature of a backend that ends reasoning at `SamplingParams.max_reasoning_tokens`."""
+"""The feature of a backend that ends reasoning by the budgets of `SamplingParams`."""
 SYNTHETIC_DRAWS = "synthetic_draws"
 """The feature of a backend whose answers are made-up tokens, for benchmarks."""
 APPROXIMATE_REUSE = "approximate_reuse"
@@ -48,6 +48,8 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (0, math.inf),
     "max_reasoning_tokens": (0, math.inf),
     "num_speculative_tokens": (0, 64),
+    "soft_reasoning_tokens": (0, math.inf),
+    "soft_reasoning_slope": (0.0, 100.0),
 }
 BlockIds: TypeAlias = "array[int]"
 """Ids of blocks in order of position, as one int32 buffer (`array("i")`)."""
@@ -237,8 +239,9 @@ class SamplingParams:
     prompt is computed and nothing is generated.
 
     With `max_reasoning_tokens` at most so many tokens come between the markers of reasoning, and then the end
-    marker, whatever the model would draw. `reasoning_token_ids`: start and end marker; empty: those of the
-    tokenizer, which `LLM` fills in.
+    marker, whatever the model would draw. Behind `soft_reasoning_tokens` of them the logit of the end marker
+    is raised, with each token by `soft_reasoning_slope` more. `reasoning_token_ids`: start and end marker;
+    empty: those of the tokenizer, which `LLM` fills in.
 
     `num_speculative_tokens`: at most so many tokens are proposed in a step, where the engine speculates; 0:
     none, None: as many as for others. No token depends on it.
@@ -258,6 +261,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     max_tokens: int | None = None
     max_reasoning_tokens: int | None = None
+    soft_reasoning_tokens: int | None = None
+    soft_reasoning_slope: float = 0.1
     reasoning_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -304,6 +309,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_reasoning_budget(self) -> bool:
+        return self.max_reasoning_tokens is not None or self.soft_reasoning_tokens is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -12,8 +12,7 @@ engine releases the blocks and calls the transition.
 A failed step leaves everything as it was before its blocks were bound: admitted requests wait again, blocks
 are given back; evictions stay. `recovery.py` says how the loop goes on: a backend that is out of memory gets
 fewer tokens. After any other failure the requests of the step run one at a time, until each has taken its
-step or has failed alone, which ends it with
-`FinishReason.ERROR`."""
+step or has failed alone, which ends it with `FinishReason.ERROR`."""
 
 from __future__ import annotations
 
@@ -165,27 +164,23 @@ class Engine:
         self.events.emit(RequestQueued(request.request_id, len(request.tokens), now_s))
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
-        """Start a second request from the tokens of a running one. They share whole blocks of KV; the last,
-        partial block is copied. The prompt of the new request is all tokens that the running one has; it is
-        not scored again."""
+        """Start a second request whose prompt is all tokens of a running one. They are not scored again. Both
+        share whole blocks of KV; the last, partial block is copied."""
         self.drain()
-        parent = self._request_table.states.get(request_id)
+        parent = self.find(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
-        group = parent.request.group or f"fork of {request_id}"
-        self.add(
-            replace(
-                parent.request,
-                request_id=new_id,
-                tokens=Tokens(parent.tokens),
-                params=params or replace(parent.request.params, prompt_logprobs=None),
-                arrival_s=self.clock.now(),
-                generated=(),
-                moves=False,
-                group=group,
-            )
-        )
-        self.kv.fork(parent, group)
+        params = params or replace(parent.request.params, prompt_logprobs=None)
+        group, now_s = parent.request.group or f"fork of {request_id}", self.clock.now()
+        forked = replace(parent.request, request_id=new_id, tokens=Tokens(parent.tokens), params=params)
+        self.branch(request_id, replace(forked, arrival_s=now_s, generated=(), moves=False, group=group))
+
+    def branch(self, request_id: str, request: Request) -> None:
+        self.drain()
+        self.add(request)
+        parent = self.find(request_id)
+        if parent is not None and parent.status is RequestStatus.RUNNING and request.group is not None:
+            self.kv.fork(parent, request.group)
 
     def find(self, request_id: str) -> RequestState | None:
         """The state of a request that waits or runs."""

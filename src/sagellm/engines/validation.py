@@ -52,11 +52,12 @@ def check_request(
 
 def _check_reasoning(request: Request, capability: CapabilityDescriptor) -> None:
     """A budget needs a backend that keeps it, and markers."""
-    params, field = request.params, "max_reasoning_tokens"
+    params = request.params
+    field = "soft_reasoning_tokens" if params.max_reasoning_tokens is None else "max_reasoning_tokens"
     _check_ids(
         "reasoning_token_ids: ", params.reasoning_token_ids, capability.vocab_size, "reasoning_token_ids"
     )
-    if params.max_reasoning_tokens is None:
+    if not params.has_reasoning_budget:
         return
     if REASONING_BUDGETS not in capability.features:
         raise UnsupportedParameterError(

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from sagellm.core.types import FinishReason
-from sagellm.engines.llm import Choice, Completion, Consensus, TextDelta, TokenText, Usage
+from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
 from sagellm.serving.cache_facts import CacheEviction, CacheSpan
+from sagellm.serving.reasoning import ExitOutcome, VoteOutcome, exit_outcome, vote_outcome
 from sagellm.serving.schema import Body
 
 Json = dict[str, Any]
@@ -38,9 +39,13 @@ class CachedTokens(Body):
 
 
 class ReasoningUsage(Body):
-    """The generated tokens between markers of reasoning, if the model has such."""
+    """The generated tokens between markers of reasoning, if the model has such.
+
+    For `early_exit`, also those that were drawn for probes and are in no answer.
+    """
 
     reasoning_tokens: int
+    probe_tokens: int | None = None
 
 
 class TokenUsage(Body):
@@ -51,21 +56,6 @@ class TokenUsage(Body):
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningUsage | None = None
-
-
-class VoteOutcome(Body):
-    """What became of the `n` choices of one prompt, for `early_stop`.
-
-    Used ones ended by themselves, saved ones were aborted or never started. `answer` has most votes, and
-    choice `majority_index` is the first that gives it; null: none has an answer.
-    """
-
-    samples_used: int
-    samples_saved: int
-    majority_index: int | None
-    answer: str | None
-    votes: int
-    reason: str
 
 
 Finish = Literal["stop", "length", "abort"]
@@ -121,6 +111,7 @@ class ChatCompletion(Body):
     usage: TokenUsage
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
+    early_exit: list[ExitOutcome] | None = None
 
 
 class ChatDelta(Body):
@@ -151,6 +142,7 @@ class ChatCompletionChunk(Body):
     usage: TokenUsage | None = None
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
+    early_exit: list[ExitOutcome] | None = None
 
 
 class CompletionLogprobs(Body):
@@ -188,6 +180,7 @@ class TextCompletion(Body):
     usage: TokenUsage
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
+    early_exit: list[ExitOutcome] | None = None
 
 
 class TextCompletionChunk(TextCompletion):
@@ -333,6 +326,7 @@ class AnswerHead:
 
     `with_misses`: the tenant asked why blocks of its prompt had to be computed. `marks_reasoning`: the model
     has markers of reasoning, so that its tokens are counted. `starts_late`: choices may begin late or never.
+    `exits_early`: reasoning may be closed by probes.
     """
 
     answer_id: str
@@ -345,6 +339,7 @@ class AnswerHead:
     with_misses: bool = False
     marks_reasoning: bool = False
     starts_late: bool = False
+    exits_early: bool = False
 
 
 class Reply(ABC):
@@ -374,8 +369,12 @@ class Reply(ABC):
             self._opened.add(choice)
             yield from self._opening_of(*choice)
         for chunk in self._parts(position, delta):
-            if delta.consensus is not None and chunk["choices"][0]["finish_reason"] is not None:
-                chunk["early_stop"] = [self._outcome(position, delta.consensus)]
+            if chunk["choices"][0]["finish_reason"] is not None:
+                first = position * self.head.num_choices
+                if delta.consensus is not None:
+                    chunk["early_stop"] = [vote_outcome(delta.consensus, first)]
+                if delta.exit is not None:
+                    chunk["early_exit"] = [exit_outcome(delta.exit, first + delta.index)]
             yield chunk
 
     @abstractmethod
@@ -397,22 +396,17 @@ class Reply(ABC):
             for choice in completion.choices
         ]
         answer = self._wrap(self.kind, choices) | {"usage": self.usage(usage)} | self._eviction(usage)
+        firsts = range(0, len(completions) * self.head.num_choices, self.head.num_choices)
+        numbered = list(zip(firsts, completions, strict=True))
         if self.head.starts_late:
-            votes = [(i, each.consensus) for i, each in enumerate(completions) if each.consensus is not None]
-            answer["early_stop"] = [self._outcome(position, consensus) for position, consensus in votes]
+            votes = ((first, each.consensus) for first, each in numbered)
+            answer["early_stop"] = [vote_outcome(vote, first) for first, vote in votes if vote is not None]
+        if self.head.exits_early:
+            exits = (
+                (first + choice.index, choice.exit) for first, each in numbered for choice in each.choices
+            )
+            answer["early_exit"] = [exit_outcome(found, i) for i, found in exits if found is not None]
         return answer
-
-    def _outcome(self, position: int, consensus: Consensus) -> Json:
-        """A `VoteOutcome`."""
-        index = consensus.majority_index
-        return {
-            "samples_used": consensus.num_used,
-            "samples_saved": consensus.num_samples - consensus.num_used,
-            "majority_index": None if index is None else position * self.head.num_choices + index,
-            "answer": consensus.answer,
-            "votes": consensus.num_votes,
-            "reason": consensus.reason,
-        }
 
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
@@ -431,6 +425,8 @@ class Reply(ABC):
         }
         if self.head.marks_reasoning:
             found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        if self.head.exits_early:
+            found["completion_tokens_details"]["probe_tokens"] = usage.probe_tokens
         return found
 
     def _eviction(self, usage: Usage) -> Json:

@@ -128,6 +128,7 @@ class GenerationRoutes:
             with_misses=bool(body.return_cache_misses),
             marks_reasoning=bool(self.gateway.llm.tokenizer.reasoning_token_ids),
             starts_late=options.early_stop is not None,
+            exits_early=options.early_exit is not None,
         )
         return generation, head
 

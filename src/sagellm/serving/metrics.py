@@ -73,6 +73,9 @@ class ServerMetrics(Collector):
         self._generated = self._tokens("generation_tokens", "Tokens generated")
         reasoning = "Tokens generated between the markers of reasoning; part of generation_tokens"
         self._reasoning = self._tokens("reasoning_tokens", reasoning)
+        self._probes = self._tokens("probe_tokens", "Tokens drawn for early_exit that are in no answer")
+        exits = "Choices of requests with early_exit: their reasoning was closed, or not"
+        self._exits = self._counter("early_exits", exits, "outcome")
         samples = "Choices of requests with early_stop: used, or saved (aborted or never started)"
         self._samples = self._counter("early_stop_samples", samples, "outcome")
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduling", _SLOW_S)
@@ -98,6 +101,9 @@ class ServerMetrics(Collector):
         self._cached.inc(max(0, usage.cached_tokens - before.cached_tokens))
         self._generated.inc(usage.completion_tokens - before.completion_tokens)
         self._reasoning.inc(usage.reasoning_tokens - before.reasoning_tokens)
+        self._probes.inc(usage.probe_tokens - before.probe_tokens)
+        if delta.exit is not None:
+            self._exits.labels(self._model, "none" if delta.exit.ended_at is None else "closed").inc()
         if times.queued_s is None and delta.queued_s is not None:
             times.queued_s = delta.queued_s
             self._queue.observe(delta.queued_s)

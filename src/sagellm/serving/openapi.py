@@ -36,6 +36,7 @@ from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
+from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields
 
 Schema = dict[str, Any]
 
@@ -441,7 +442,10 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
-        "early_stop": _or_null({"type": "boolean"}, schema.EarlyStopFields.model_json_schema()),
+        "early_stop": _or_null({"type": "boolean"}, EarlyStopFields.model_json_schema()),
+        "early_exit": _or_null({"type": "boolean"}, EarlyExitFields.model_json_schema())
+        if gateway.llm.has_early_exits
+        else {"enum": [None, False]},
         "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, max_model_len - 1)),
@@ -449,6 +453,10 @@ def _generation_fields(gateway: Gateway) -> Schema:
             *[_in_range("max_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
         ),
         "num_speculative_tokens": _or_null(_in_range("num_speculative_tokens", whole=True)),
+        "soft_reasoning_tokens": _or_null(
+            *[_in_range("soft_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
+        ),
+        "soft_reasoning_slope": _or_null(_in_range("soft_reasoning_slope", whole=False)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
         "logit_bias": _or_null(logit_bias),

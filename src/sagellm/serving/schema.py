@@ -35,13 +35,14 @@ from pydantic import (
 from sagellm.core.config import Effort, ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
-from sagellm.core.protocols.cot import MIN_WINDOW, EarlyStop
-from sagellm.core.types import MAX_LOGPROBS, MAX_N, MAX_RETENTIONS, SLO, Retention, SamplingParams
+from sagellm.core.protocols.cot import EarlyExit, EarlyStop
+from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
 from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 from sagellm.serving.other_names import ENDPOINT_OF, OF_OTHER_SERVERS, RENAMED
 from sagellm.serving.prompt_cache import CACHE_LIFETIMES_S
+from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -205,16 +206,6 @@ class RetentionFields(Body):
     duration_s: float = Field(default=300.0, ge=0, le=MAX_DURATION_S)
 
 
-class EarlyStopFields(Body):
-    """`window` choices run at a time, until the answers of a window are equal.
-
-    With `confidence`, until the leading answer beats the second one with this probability.
-    """
-
-    window: int = Field(default=EarlyStop().window, ge=MIN_WINDOW, le=MAX_N)
-    confidence: float | None = Field(default=None, gt=0.5, lt=1)
-
-
 MAX_EXTRA_ARGUMENTS = 64
 REPORT_MODE = "kv_cache_report_mode"
 """vLLM's name: whether KV events also name the blocks that the request reuses."""
@@ -231,6 +222,8 @@ class GenerationFields(Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_reasoning_tokens: int | None = None
+    soft_reasoning_tokens: int | None = None
+    soft_reasoning_slope: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -242,6 +235,7 @@ class GenerationFields(Body):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = None
     early_stop: bool | EarlyStopFields | None = None
+    early_exit: bool | EarlyExitFields | None = None
     min_tokens: int | None = None
     stop: str | list[Any] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_LISTED, fail_fast=True)
@@ -273,6 +267,7 @@ class GenerationFields(Body):
         defaults (generation_config.json) replace sampling parameters that were not sent. `cache_salt` is the
         tenant: it names the namespace of the KV and the account of quotas.
         """
+        stop, leave = self.early_stop, self.early_exit
         return RequestOptions(
             params=llm.sampling_params(**self.sampling()),
             priority=allowed_priority(settings, self.priority, self.service_tier),
@@ -286,14 +281,9 @@ class GenerationFields(Body):
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
             reports_eviction=bool(self.return_cache_misses),
             approximate_reuse=bool(self.approximate_reuse),
-            early_stop=self._early_stop(),
+            early_stop=stop.rule() if isinstance(stop, EarlyStopFields) else EarlyStop() if stop else None,
+            early_exit=leave.rule() if isinstance(leave, EarlyExitFields) else EarlyExit() if leave else None,
         )
-
-    def _early_stop(self) -> EarlyStop | None:
-        asked = self.early_stop
-        if isinstance(asked, EarlyStopFields):
-            return EarlyStop(asked.window, asked.confidence)
-        return EarlyStop() if asked else None
 
     def _retentions(self) -> Iterator[Retention]:
         """Those of the request, and what OpenAI's fields keep."""

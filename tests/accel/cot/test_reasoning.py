@@ -68,3 +68,22 @@ def test_a_request_that_goes_on_has_counted_its_outputs() -> None:
     assert tracker is not None
     assert tracker.forced_id == END
     assert ReasoningTracker.of(SamplingParams(), [TEXT, THINK], [TEXT], frozenset()) is None
+
+
+def test_a_soft_budget_grows_by_its_slope_with_each_token_of_reasoning() -> None:
+    params = SamplingParams(
+        soft_reasoning_tokens=2, soft_reasoning_slope=0.5, max_reasoning_tokens=4, reasoning_token_ids=MARKERS
+    )
+    tracker, found = ReasoningTracker.of(params, [TEXT], [THINK], {EOS}), []
+    assert tracker is not None
+    for token_id in (TEXT, TEXT, TEXT, TEXT, END, TEXT, THINK):
+        tracker.push(token_id)
+        found.append((tracker.end_bias, tracker.forced_id))
+    assert found == [(0, None), (0.5, None), (1.0, None), (1.5, END), (0, None), (0, None), (1.5, END)]
+
+
+def test_a_soft_budget_of_nothing_begins_at_once() -> None:
+    params = SamplingParams(soft_reasoning_tokens=0, soft_reasoning_slope=2.0, reasoning_token_ids=MARKERS)
+    tracker = ReasoningTracker.of(params, [THINK], [], {EOS})
+    assert tracker is not None
+    assert (tracker.end_bias, tracker.forced_id) == (2.0, None)

@@ -49,6 +49,13 @@ SAMPLING = (
     SamplingParams(temperature=1.0),  # the seed comes from the engine's and the request's name
     SamplingParams(temperature=1.2, seed=7, max_reasoning_tokens=2, reasoning_token_ids=(THINK, 4)),
     SamplingParams(temperature=0.0, max_reasoning_tokens=1, reasoning_token_ids=(THINK, 4)),
+    SamplingParams(
+        temperature=1.0,
+        seed=8,
+        soft_reasoning_tokens=1,
+        soft_reasoning_slope=2.0,
+        reasoning_token_ids=(THINK, 4),
+    ),
 )
 
 

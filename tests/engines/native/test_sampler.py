@@ -275,3 +275,37 @@ def test_a_row_behind_proposed_tokens_has_counted_them_and_the_row_itself_has_no
     chain = [row.after([3, 3, 6][:length]) for length in range(4)]
     assert sample(logits.clone(), chain).token_ids == [3, 3, 6, 3]
     assert sample(logits[:1].clone(), [row]).token_ids == [3]
+
+
+SOFT: dict[str, Any] = {
+    "soft_reasoning_tokens": 1,
+    "soft_reasoning_slope": 3.0,
+    "reasoning_token_ids": (5, 6),
+}
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1, "top_k": 1}])
+def test_a_soft_budget_raises_the_end_marker_with_each_token(params: dict[str, Any]) -> None:
+    logits = torch.eye(VOCAB)[3:4] * 7.0
+    row = row_of(SamplingParams(**params, **SOFT), prompt=[5], outputs=[])
+    drawn: list[int] = []
+    while not drawn or drawn[-1] != 6:
+        drawn += sample(logits.clone(), [row]).token_ids
+        row.accept(drawn[-1])
+    assert drawn == [3, 3, 3, 6]  # raised by 0, 3, 6 and 9
+    assert sample(logits.clone(), [row]).token_ids == [3]
+
+
+def test_a_soft_budget_leaves_logprobs_and_other_rows_alone() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    row = row_of(SamplingParams(temperature=0.0, logprobs=0, **SOFT), prompt=[5], outputs=[3] * 90)
+    free = row_of(SamplingParams(temperature=0.0))
+    drawn = sample(logits.clone(), [row, free])
+    assert drawn.token_ids == [6, int(logits[1].argmax())]
+    assert drawn.logprobs[0].logprob == pytest.approx(float(logits[0].log_softmax(-1)[6]))
+    hidden = row_of(
+        SamplingParams(temperature=0.0, min_tokens=99, stop_token_ids=(6,), **SOFT),
+        prompt=[5],
+        outputs=[3] * 90,
+    )
+    assert sample(logits[:1].clone(), [hidden]).token_ids != [6]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sagellm.core.errors import UnsupportedParameterError
-from sagellm.core.protocols.cot import EarlyStop
+from sagellm.core.protocols.cot import EarlyExit, EarlyStop
 from sagellm.core.types import REASONING_BUDGETS, CapabilityDescriptor, SamplingParams
 from sagellm.engines.build import load_config
 from sagellm.engines.llm import LLM, RequestOptions
@@ -96,5 +96,15 @@ def test_samples_are_started_on_instances_as_they_are_needed(tmp_path: Path) -> 
     assert len(scene.router.placed) == 2 + 5  # none of the second request has an answer
     assert whole[0].consensus is not None
     assert whole[0].consensus.num_used == 5
+    assert not len(scene.front.requests)
+    scene.close()
+
+
+def test_early_exits_are_refused_behind_a_fleet(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1)
+    tokenizer = tokenizer_of(load_config(environ={}).config, DEMO_MODEL)
+    llm = LLM(scene.front, tokenizer, model_name="m", max_model_len=scene.front.max_model_len)
+    with pytest.raises(UnsupportedParameterError, match=r"early_exit: .*not a fleet"):
+        llm.submit([5, 6], RequestOptions(SamplingParams(max_tokens=4), early_exit=EarlyExit()))
     assert not len(scene.front.requests)
     scene.close()

@@ -1,9 +1,10 @@
-"""`ReasoningTracker`: which tokens of a sequence are reasoning, and when a budget ends it.
+"""`ReasoningTracker`: which tokens of a sequence are reasoning, and how budgets end it.
 
 A reasoning model writes its reasoning between a start and an end marker, each one token (`<think>`,
-`</think>`). What a budget forces depends on the tokens so far and on nothing else. So reasoning ends with the
-same token whether the sequence is preempted, computed in chains of proposed tokens, or goes on at another
-instance.
+`</think>`). A hard budget forces the end marker; a soft one raises its logit with each token, so that
+reasoning ends where the model finds that least unlikely, such as behind a line. What a budget does depends on
+the tokens so far and on nothing else. So reasoning ends with the same token whether the sequence is
+preempted, computed in chains of proposed tokens, or goes on at another instance.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class ReasoningTracker:
 
     `is_inside`: the start marker has come, the end marker has not. `num_tokens` counts the tokens between
     markers, without them, of all reasoning in the answer. `budget`: how many there may be; None: any number.
+    `soft_budget`: how many there are before each further one adds `slope` to the logit of the end marker.
     """
 
     start_id: int
@@ -27,6 +29,8 @@ class ReasoningTracker:
     budget: int | None = None
     is_inside: bool = False
     num_tokens: int = 0
+    soft_budget: int | None = None
+    slope: float = 0.0
 
     @classmethod
     def of(
@@ -37,9 +41,10 @@ class ReasoningTracker:
         eos_token_ids: Collection[int],
     ) -> ReasoningTracker | None:
         """Of a request that has drawn `outputs`; None if its reasoning has no budget."""
-        if params.max_reasoning_tokens is None:
+        if not params.has_reasoning_budget:
             return None
         tracker = cls.behind(prompt, params.reasoning_token_ids, eos_token_ids, params.max_reasoning_tokens)
+        tracker.soft_budget, tracker.slope = params.soft_reasoning_tokens, params.soft_reasoning_slope
         for token_id in outputs:
             tracker.push(token_id)
         return tracker
@@ -67,6 +72,13 @@ class ReasoningTracker:
         """The token that must come next, whatever the model draws; None: any."""
         is_spent = self.is_inside and self.budget is not None and self.num_tokens >= self.budget
         return self.end_id if is_spent else None
+
+    @property
+    def end_bias(self) -> float:
+        """What is added to the logit of the end marker for the next draw."""
+        if not self.is_inside or self.soft_budget is None or self.num_tokens < self.soft_budget:
+            return 0.0
+        return self.slope * (self.num_tokens - self.soft_budget + 1)
 
     def push(self, token_id: int) -> None:
         """Take in the next token of the answer."""

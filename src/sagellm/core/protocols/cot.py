@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-from sagellm.core.errors import RequestError
+from sagellm.core.errors import RequestError, shown
 from sagellm.core.types import MAX_N
 
 MIN_WINDOW = 2
 """A window of one sample would always agree with itself."""
+
+MAX_PROBE_CHARS = 256
+MAX_PROBE_TOKENS = 64
+FINAL_ANSWER = "\n\n**Final Answer**\n\\boxed{"
+"""What DEER puts behind reasoning, so that a model gives its answer alone."""
+
+ProbePlace = Literal["line", "token"]
+"""Where a probe may follow: behind the end of a line, or behind any token."""
 
 
 class StepAction(str, Enum):
@@ -50,16 +58,56 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyExit:
+    """When reasoning is closed because its answer is known; part of a request.
+
+    Probes ask for the answer so far, each with at most `max_probe_tokens` tokens behind `probe`; there are at
+    least `every` tokens of reasoning before each, and it stands `at` the end of a line or anywhere. Reasoning
+    ends where a probe answers with a confidence of at least `threshold` (the geometric mean of its tokens'
+    probabilities), or, with `window`, where so many probes in a row give one answer. Raises `RequestError`.
+    """
+
+    threshold: float | None = 0.95
+    window: int | None = None
+    every: int = 32
+    at: ProbePlace = "line"
+    probe: str = FINAL_ANSWER
+    max_probe_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if (self.threshold is None) == (self.window is None):
+            raise _wrong("needs either a threshold or a window", f"{self.threshold} and {self.window}")
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise _wrong("threshold must be above 0 and at most 1", self.threshold)
+        if self.window is not None and not MIN_WINDOW <= self.window <= MAX_N:
+            raise _wrong(f"window must be in [{MIN_WINDOW}, {MAX_N}]", self.window)
+        if self.every < 1:
+            raise _wrong("every must be at least 1", self.every)
+        if self.at not in get_args(ProbePlace):
+            raise _wrong(f"at must be one of {', '.join(get_args(ProbePlace))}", self.at)
+        if len(self.probe) > MAX_PROBE_CHARS:
+            raise _wrong(f"probe has at most {MAX_PROBE_CHARS} characters", len(self.probe))
+        if not 1 <= self.max_probe_tokens <= MAX_PROBE_TOKENS:
+            raise _wrong(f"max_probe_tokens must be in [1, {MAX_PROBE_TOKENS}]", self.max_probe_tokens)
+
+
+def _wrong(wanted: str, given: object) -> RequestError:
+    return RequestError(f"early_exit: {wanted}, got {shown(given)}", "early_exit")
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningStep:
     """A piece of reasoning that ends in an answer.
 
-    Such as one of several samples of a prompt. `answer`: in a form that equal answers share; None while the
-    step runs, and where it has ended without.
+    Such as one of several samples of a prompt, or the reasoning up to a probe. `answer`: in a form that equal
+    answers share; None while the step runs, and where it has ended without. `confidence`: the geometric mean
+    of the probabilities of the answer's tokens; None: not known.
     """
 
     index: int
     has_ended: bool = False
     answer: str | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.answer is not None and not self.has_ended:

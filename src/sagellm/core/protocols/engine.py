@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from sagellm.core.clock import Clock
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
@@ -161,6 +161,15 @@ class TokenCopies(Protocol):
 
 RANKS_END_S = 5.0
 """Ranks that were asked to end get so long, then they are killed."""
+
+
+@runtime_checkable
+class BranchingEngine(Protocol):
+    """An engine whose running requests share KV with others that begin alike."""
+
+    def branch(self, request_id: str, request: Request) -> None:
+        """As `EngineCore.add`. Shares the whole blocks that a running request has computed so far, with a
+        request of a group also those of a partial block. Without such a running request it only adds."""
 
 
 class EngineCore(Protocol):

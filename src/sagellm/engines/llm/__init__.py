@@ -1,7 +1,16 @@
 """Text in, text out: `LLM`, the options of a request, its answers."""
 
-from sagellm.engines.llm.completion import Choice, Completion, Consensus, TextDelta, TokenText, Usage
-from sagellm.engines.llm.llm import LLM, MAX_SESSION_ID_CHARS, Hints, Prompt, RequestOptions
+from sagellm.engines.llm.completion import (
+    Choice,
+    Completion,
+    Consensus,
+    ReasoningExit,
+    TextDelta,
+    TokenText,
+    Usage,
+)
+from sagellm.engines.llm.llm import LLM, Prompt
+from sagellm.engines.llm.options import MAX_SESSION_ID_CHARS, Hints, RequestOptions
 from sagellm.engines.llm.text_stream import StopStrings
 
 __all__ = [
@@ -12,6 +21,7 @@ __all__ = [
     "Consensus",
     "Hints",
     "Prompt",
+    "ReasoningExit",
     "RequestOptions",
     "StopStrings",
     "TextDelta",

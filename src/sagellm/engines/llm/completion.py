@@ -25,6 +25,7 @@ class Usage:
     evicted part of the first prompt that has one, for a request that `reports_eviction`, its seconds counted
     from the arrival. `approximate_tokens`: prompt tokens whose KV was copied from another position; they are
     no cached ones. `reasoning_tokens`: those of `completion_tokens` between the markers of reasoning.
+    `probe_tokens`: drawn for `early_exit` and in no answer.
     """
 
     prompt_tokens: int = 0
@@ -34,6 +35,7 @@ class Usage:
     evicted: PromptSpan | None = None
     approximate_tokens: int = 0
     reasoning_tokens: int = 0
+    probe_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -48,6 +50,7 @@ class Usage:
             self.evicted or other.evicted,
             self.approximate_tokens + other.approximate_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.probe_tokens + other.probe_tokens,
         )
 
     def __sub__(self, other: Usage) -> Usage:
@@ -60,6 +63,7 @@ class Usage:
             self.evicted,
             self.approximate_tokens - other.approximate_tokens,
             self.reasoning_tokens - other.reasoning_tokens,
+            self.probe_tokens - other.probe_tokens,
         )
 
 
@@ -99,6 +103,22 @@ class Consensus:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningExit:
+    """What became of the reasoning of a choice with `early_exit`.
+
+    Reasoning was closed behind `ended_at` of its tokens; None: it ended by itself, or the choice did.
+    `answer`: of the last probe that counted. `num_probe_tokens`: drawn by probes, and by the choice behind
+    the point where its reasoning was closed.
+    """
+
+    num_probes: int
+    num_probe_tokens: int
+    ended_at: int | None
+    answer: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one step added to choice `index` of a request.
 
@@ -106,7 +126,8 @@ class TextDelta:
     A choice's first delta has `prompt_logprobs`, an entry for each prompt token, if the request asked for
     them. `error` explains a `FinishReason.ERROR`, with HTTP's `error_status`. `queued_s`: how long the
     request waited for its first step. `consensus`: with the last delta of a request with `early_stop`, unless
-    it failed; samples that it aborts have `FinishReason.ABORT`.
+    it failed; samples that it aborts have `FinishReason.ABORT`. `exit`: with the last delta of a choice with
+    `early_exit` that was not aborted.
     """
 
     request_id: str
@@ -122,6 +143,7 @@ class TextDelta:
     is_last: bool = False
     queued_s: float | None = None
     consensus: Consensus | None = None
+    exit: ReasoningExit | None = None
 
 
 @dataclass(slots=True)
@@ -134,6 +156,7 @@ class Choice:
     logprobs: list[TokenText] = field(default_factory=list)
     prompt_logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    exit: ReasoningExit | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +188,7 @@ class Completion:
         choice.logprobs.extend(delta.logprobs)
         choice.prompt_logprobs.extend(delta.prompt_logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.exit = delta.exit or choice.exit
         self.usage = delta.usage
         self.error = delta.error or self.error
         if delta.consensus is not None:

@@ -9,9 +9,9 @@ from typing import Any, Self, cast
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock
-from sagellm.core.errors import ContextLengthError, RequestError, nearest, shown
+from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError, nearest, shown
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.protocols.cot import MIN_WINDOW, EarlyStop, StepAction
+from sagellm.core.protocols.cot import EarlyExit, StepAction
 from sagellm.core.protocols.engine import (
     EngineCore,
     EngineDiagnostics,
@@ -23,88 +23,40 @@ from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
     REASONING_BUDGETS,
-    SLO,
     CapabilityDescriptor,
     FinishReason,
     Namespace,
     Request,
     RequestOutput,
-    Retention,
     SamplingParams,
     Tokens,
 )
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
+from sagellm.engines.llm.options import Hints, RequestOptions
+from sagellm.engines.llm.probes import EarlyExits, ProbedReasoning
 from sagellm.engines.llm.samples import VotedSamples
 from sagellm.engines.llm.text_stream import TextStream
 
 Prompt = str | Tokens | Sequence[int] | Sequence[Message]
-Hints = KVHintsEnvelope | Mapping[str, Any]
-"""KV hints, parsed or as decoded JSON."""
-
-MAX_SESSION_ID_CHARS = 256
 _PARAMETERS = frozenset(parameter.name for parameter in fields(SamplingParams))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """All that a request asks for beside its prompt; checked at construction.
-
-    `params` says how tokens are chosen and when to end. The other fields are those of `core.types.Request`:
-    requests of different tenants never share KV, `service_class` names the class whose share of KV memory is
-    used, `retention` ranges of the prompt that eviction should spare. Later hints refer to the request's KV
-    by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
-    key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
-    events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
-    `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
-    `early_stop` starts the `n` choices in windows, and no more once their answers agree.
-
-    Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
-    """
-
-    params: SamplingParams
-    priority: int = 0
-    tenant: str = ""
-    service_class: str = ""
-    session_id: str | None = None
-    kv_hints: Hints | None = None
-    slo: SLO = field(default_factory=SLO)
-    retention: Sequence[Retention] = ()
-    client: tuple[str, ...] = ()
-    reports_hit: bool = False
-    reports_eviction: bool = False
-    approximate_reuse: bool = False
-    early_stop: EarlyStop | None = None
-
-    def __post_init__(self) -> None:
-        params: object = self.params
-        if not isinstance(params, SamplingParams):
-            form = "llm.sampling_params(temperature=0.5, max_tokens=100)"
-            raise RequestError(f"params must be SamplingParams, as of {form}; got {shown(params)}", "params")
-        if self.session_id is not None and not 0 < len(self.session_id) <= MAX_SESSION_ID_CHARS:
-            size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(self.session_id)}"
-            raise RequestError(f"session_id must have {size}", "session_id")
-        early_stop: object = self.early_stop
-        if early_stop is not None and not isinstance(early_stop, EarlyStop):
-            wanted = "early_stop must be an EarlyStop or None"
-            raise RequestError(f"{wanted}, got {shown(early_stop)}", "early_stop")
-        if early_stop is not None and params.n < MIN_WINDOW:
-            least = f"early_stop needs n of at least {MIN_WINDOW}: how many choices there may be"
-            raise RequestError(f"{least}, got {params.n}", "early_stop")
 
 
 @dataclass(slots=True)
 class _OpenRequest:
     """A request as its caller sees it: `n` engine requests over one prompt.
 
-    `streams`: of the engine requests that have been started, by id. `samples`: with `early_stop`.
+    `streams`: of the engine requests that have been started, by id. `samples`: with `early_stop`; `probed`:
+    with `early_exit`, by id.
     `reasoning`: at the end of the prompt, for models that mark it.
     """
 
     request_id: str
     num_prompt_tokens: int
+    early_exit: EarlyExit | None = None
     samples: VotedSamples | None = None
     reasoning: ReasoningTracker | None = None
     streams: dict[str, TextStream] = field(default_factory=dict)
+    probed: dict[str, ProbedReasoning] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     queued_s: float | None = None
     misses: MissCounts | None = None
@@ -123,6 +75,7 @@ class _OpenRequest:
             self.evicted,
             min(self.num_approximate_tokens, self.num_prompt_tokens),
             reasoning,
+            sum(probed.num_probe_tokens for probed in self.probed.values()),
         )
 
 
@@ -151,6 +104,7 @@ class LLM:
         self._clock = clock or engine.clock
         self._open: dict[str, _OpenRequest] = {}
         self._by_engine_id: dict[str, _OpenRequest] = {}
+        self._early_exits = EarlyExits(engine, tokenizer)
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
         self._closed = False
@@ -210,11 +164,10 @@ class LLM:
             if not 0 <= token_id < self.tokenizer.vocab_size:
                 limit = f"[0, {self.tokenizer.vocab_size})"
                 raise RequestError(f"logit_bias: token id {token_id} is not in {limit}", "logit_bias")
-        if params.max_reasoning_tokens is not None and not params.reasoning_token_ids:
+        if params.has_reasoning_budget and not params.reasoning_token_ids:
             if not self.tokenizer.reasoning_token_ids:
-                field, markers = "max_reasoning_tokens", "like <think> and </think>"
-                text = f"{field}: this model has no tokens {markers} that mark its reasoning: leave it out"
-                raise RequestError(text, field)
+                is_hard = params.max_reasoning_tokens is not None
+                raise _no_markers("max_reasoning_tokens" if is_hard else "soft_reasoning_tokens")
             params = replace(params, reasoning_token_ids=self.tokenizer.reasoning_token_ids)
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
@@ -244,6 +197,8 @@ class LLM:
             raise RequestError("this LLM is closed: load it anew")
         options = self._options(options)
         tokens = self.encode(prompt)
+        if options.early_exit is not None:
+            self._check_early_exit(options.params)
         request_id = request_id or f"req-{next(self._ids)}"
         request = Request(
             request_id,
@@ -263,8 +218,15 @@ class LLM:
             reports_eviction=options.reports_eviction,
             approximate_reuse=options.approximate_reuse,
         )
-        self._add(request_id, list(_expand(request)), options.early_stop)
+        self._add(request_id, list(_expand(request)), options)
         return request_id
+
+    def _check_early_exit(self, params: SamplingParams) -> None:
+        if not params.reasoning_token_ids and not self.tokenizer.reasoning_token_ids:
+            raise _no_markers("early_exit")
+        if not self.has_early_exits:
+            where = "a single server with an engine of its own, not a fleet, can: leave it out"
+            raise UnsupportedParameterError(f"early_exit: probes cannot share KV here; {where}", "early_exit")
 
     def _options(self, given: RequestOptions | SamplingParams | None) -> RequestOptions:
         if isinstance(given, RequestOptions):
@@ -318,7 +280,7 @@ class LLM:
         deltas, self._undelivered = self._undelivered, []
         outputs = self._engine.step() if self._engine.has_work() else ()
         voting: dict[str, _OpenRequest] = {}
-        for output in outputs:
+        for output in itertools.chain.from_iterable(map(self._early_exits.through, outputs)):
             opened = self._by_engine_id.get(output.request_id)
             if opened is not None:
                 deltas.append(self._delta(opened, output))
@@ -336,6 +298,7 @@ class LLM:
             return False
         for engine_id in opened.streams:
             if self._by_engine_id.pop(engine_id, None) is not None:
+                self._early_exits.close(engine_id)
                 self._engine.abort(engine_id)
         return True
 
@@ -366,6 +329,11 @@ class LLM:
         return ends_reasoning and bool(self.tokenizer.reasoning_token_ids)
 
     @property
+    def has_early_exits(self) -> bool:
+        """Whether requests may have `early_exit`."""
+        return self.has_reasoning_budgets and self._early_exits.are_possible
+
+    @property
     def bytes_per_block(self) -> int:
         """Of KV; 0 if the engine does not tell."""
         schema = self._engine.capability().kv_schema
@@ -380,6 +348,7 @@ class LLM:
         self._closed = True
         self._open.clear()
         self._by_engine_id.clear()
+        self._early_exits.clear()
         self._undelivered.clear()
         self._engine.close()
 
@@ -441,19 +410,20 @@ class LLM:
             for request_id in waiting_for:
                 self.abort(request_id)
 
-    def _add(self, request_id: str, requests: Sequence[Request], early_stop: EarlyStop | None) -> None:
+    def _add(self, request_id: str, requests: Sequence[Request], options: RequestOptions) -> None:
         """Add all engine requests of one request, or none. With `early_stop`, its first window."""
         taken = [request.request_id for request in requests if request.request_id in self._by_engine_id]
         if taken or request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
-        opened = self._open[request_id] = _OpenRequest(request_id, len(requests[0].tokens))
+        opened = _OpenRequest(request_id, len(requests[0].tokens), options.early_exit)
+        self._open[request_id] = opened
         markers = requests[0].params.reasoning_token_ids or self.tokenizer.reasoning_token_ids
         if markers:
             prompt = requests[0].tokens.slice(0)
             opened.reasoning = ReasoningTracker.behind(prompt, markers, self.tokenizer.eos_token_ids)
-        if early_stop is not None:
+        if options.early_stop is not None:
             end = self.tokenizer.decode(markers[1:], skip_special_tokens=False)
-            opened.samples = VotedSamples(requests, early_stop, end)
+            opened.samples = VotedSamples(requests, options.early_stop, end)
             requests = opened.samples.start(opened.samples.plan().num_to_start)
         try:
             for request in requests:
@@ -473,6 +443,9 @@ class LLM:
         reasoning = None if opened.reasoning is None else replace(opened.reasoning)
         stream = TextStream(self.tokenizer, params, stop_ids, request.tokens, reasoning)
         opened.streams[request.request_id] = stream
+        if opened.early_exit is not None and opened.reasoning is not None:
+            probed = self._early_exits.open(request, opened.early_exit, replace(opened.reasoning))
+            opened.probed[request.request_id] = probed
 
     def _voted(self, opened: _OpenRequest, deltas: list[TextDelta]) -> list[TextDelta]:
         """Continue or end a request of which samples have ended in a step.
@@ -506,6 +479,7 @@ class LLM:
         """Abort the choices that run; one delta of each."""
         for index, (engine_id, stream) in enumerate(opened.streams.items()):
             if self._by_engine_id.pop(engine_id, None) is not None:
+                self._early_exits.close(engine_id)
                 self._engine.abort(engine_id)
                 stream.finish_reason = reason = FinishReason.ABORT
                 yield TextDelta(opened.request_id, index, "", (), opened.usage, finish_reason=reason)
@@ -522,12 +496,13 @@ class LLM:
         opened.num_approximate_tokens = max(opened.num_approximate_tokens, output.num_approximate_tokens)
         if reason is not None:
             del self._by_engine_id[engine_id]
+            self._early_exits.close(engine_id)
             if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on
                 self._engine.abort(engine_id)
             all_ended = all(choice.finish_reason is not None for choice in opened.streams.values())
             if all_ended and opened.samples is None:
                 del self._open[opened.request_id]
-        index = list(opened.streams).index(engine_id)
+        index, probed = list(opened.streams).index(engine_id), opened.probed.get(engine_id)
         if opened.samples is not None:
             answers = reason is FinishReason.STOP and not stream.is_reasoning
             opened.samples.add(index, text, has_ended=reason is not None, answers=answers)
@@ -544,7 +519,13 @@ class LLM:
             error_status=output.error_status,
             is_last=opened.request_id not in self._open,
             queued_s=opened.queued_s,
+            exit=None if reason is None or probed is None else probed.outcome,
         )
+
+
+def _no_markers(field: str) -> RequestError:
+    markers = "like <think> and </think> that mark its reasoning"
+    return RequestError(f"{field}: this model has no tokens {markers}: leave it out", field)
 
 
 def _expand(request: Request) -> Iterator[Request]:

@@ -1,8 +1,8 @@
 """From logits to tokens and log-probabilities, for all rows of a step.
 
-Order of operations: logit_bias, min_tokens mask, penalties, temperature, top_k, top_p, min_p, draw. An
-operation that no row asks for costs nothing. Where a budget of reasoning is spent, its end marker takes the
-place of the drawn token, and has the log-probability that the model gives it.
+Order of operations: logit_bias and a soft budget's bias, min_tokens mask, penalties, temperature, top_k,
+top_p, min_p, draw. An operation that no row asks for costs nothing. Where a budget of reasoning is spent, its
+end marker takes the place of the drawn token, and has the log-probability that the model gives it.
 
 Each of top_k, top_p and min_p keeps a first part of the tokens in order of falling logits, ties by rising id.
 So a row needs only its largest logits, as many as are kept and one more: `topk` of a size that grows until it
@@ -89,6 +89,7 @@ class RowSampler:
             row.counts = torch.bincount(drawn, minlength=vocab_size).float()
             row.seen, row.counts = row.seen.to(device), row.counts.to(device)
         changed = held_back or params.logit_bias or params.has_penalties
+        changed = changed or params.soft_reasoning_tokens is not None
         row.is_plain = params.greedy and params.logprobs is None and not changed
         return row
 
@@ -180,10 +181,12 @@ def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | 
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[RowSampler]) -> None:
-    """Apply bias, min_tokens mask and penalties, in place."""
+    """Apply biases, min_tokens mask and penalties, in place."""
     for i, row in enumerate(rows):
         if row.bias_ids is not None and row.bias is not None:
             logits[i, row.bias_ids] += row.bias.to(logits.dtype)
+        if row.reasoning is not None and (end_bias := row.reasoning.end_bias):
+            logits[i, row.reasoning.end_id] += end_bias
         if row.forbidden and row.num_outputs < row.params.min_tokens:
             logits[i, list(row.forbidden)] = -math.inf
         if row.seen is not None and row.counts is not None:

@@ -1,0 +1,66 @@
+"""`RequestOptions`: all that a request asks for beside its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sagellm.core.errors import RequestError, shown
+from sagellm.core.kv_hints import KVHintsEnvelope
+from sagellm.core.protocols.cot import MIN_WINDOW, EarlyExit, EarlyStop
+from sagellm.core.types import SLO, Retention, SamplingParams
+
+Hints = KVHintsEnvelope | Mapping[str, Any]
+"""KV hints, parsed or as decoded JSON."""
+
+MAX_SESSION_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """All that a request asks for beside its prompt; checked at construction.
+
+    `params` says how tokens are chosen and when to end. The other fields are those of `core.types.Request`:
+    requests of different tenants never share KV, `service_class` names the class whose share of KV memory is
+    used, `retention` ranges of the prompt that eviction should spare. Later hints refer to the request's KV
+    by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
+    key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
+    events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
+    `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
+    `early_stop` starts the `n` choices in windows, and no more once their answers agree; `early_exit` closes
+    the reasoning of each once probes know its answer.
+
+    Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
+    """
+
+    params: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    service_class: str = ""
+    session_id: str | None = None
+    kv_hints: Hints | None = None
+    slo: SLO = field(default_factory=SLO)
+    retention: Sequence[Retention] = ()
+    client: tuple[str, ...] = ()
+    reports_hit: bool = False
+    reports_eviction: bool = False
+    approximate_reuse: bool = False
+    early_stop: EarlyStop | None = None
+    early_exit: EarlyExit | None = None
+
+    def __post_init__(self) -> None:
+        params: object = self.params
+        if not isinstance(params, SamplingParams):
+            form = "llm.sampling_params(temperature=0.5, max_tokens=100)"
+            raise RequestError(f"params must be SamplingParams, as of {form}; got {shown(params)}", "params")
+        if self.session_id is not None and not 0 < len(self.session_id) <= MAX_SESSION_ID_CHARS:
+            size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(self.session_id)}"
+            raise RequestError(f"session_id must have {size}", "session_id")
+        for name, kind in (("early_stop", EarlyStop), ("early_exit", EarlyExit)):
+            rule: object = getattr(self, name)
+            if rule is not None and not isinstance(rule, kind):
+                raise RequestError(f"{name} must be an {kind.__name__} or None, got {shown(rule)}", name)
+        if self.early_stop is not None and params.n < MIN_WINDOW:
+            least = f"early_stop needs n of at least {MIN_WINDOW}: how many choices there may be"
+            raise RequestError(f"{least}, got {params.n}", "early_stop")

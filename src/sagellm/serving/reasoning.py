@@ -1,0 +1,143 @@
+"""`early_stop` and `early_exit` over HTTP: fields of requests and of answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sagellm.core.protocols.cot import (
+    FINAL_ANSWER,
+    MAX_PROBE_CHARS,
+    MAX_PROBE_TOKENS,
+    MIN_WINDOW,
+    EarlyExit,
+    EarlyStop,
+    ProbePlace,
+)
+from sagellm.core.types import MAX_N
+from sagellm.engines.llm import Consensus, ReasoningExit
+
+_DEFAULT = EarlyExit()
+_NOTHING_ELSE = ConfigDict(strict=True, extra="forbid")
+_ONE_METHOD: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"method": {"const": "confidence"}, "window": {"type": "null"}}},
+        {
+            "properties": {"method": {"const": "agreement"}, "threshold": {"type": "null"}},
+            "required": ["method"],
+        },
+    ]
+}
+"""What the fields of `early_exit` demand of each other."""
+
+
+class EarlyStopFields(BaseModel):
+    """`window` choices run at a time, until the answers of a window are equal.
+
+    With `confidence`, until the leading answer beats the second one with this probability.
+    """
+
+    model_config = _NOTHING_ELSE
+
+    window: int = Field(default=EarlyStop().window, ge=MIN_WINDOW, le=MAX_N)
+    confidence: float | None = Field(default=None, gt=0.5, lt=1)
+
+    def rule(self) -> EarlyStop:
+        return EarlyStop(self.window, self.confidence)
+
+
+class EarlyExitFields(BaseModel):
+    """Reasoning is closed once a probe answers with confidence `threshold`, or `window` probes agree.
+
+    A probe follows at least `every` tokens of reasoning, `at` the end of a line or any token. It draws up to
+    `max_probe_tokens` tokens behind the end marker and the text `probe`.
+    """
+
+    model_config = ConfigDict(**_NOTHING_ELSE, json_schema_extra=_ONE_METHOD)
+
+    method: Literal["confidence", "agreement"] = "confidence"
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    window: int | None = Field(default=None, ge=MIN_WINDOW, le=MAX_N)
+    every: int = Field(default=_DEFAULT.every, ge=1, lt=2**31)
+    at: ProbePlace = _DEFAULT.at
+    probe: str = Field(default=FINAL_ANSWER, max_length=MAX_PROBE_CHARS)
+    max_probe_tokens: int = Field(default=_DEFAULT.max_probe_tokens, ge=1, le=MAX_PROBE_TOKENS)
+
+    @model_validator(mode="after")
+    def _of_one_method(self) -> EarlyExitFields:
+        other = "window" if self.method == "confidence" else "threshold"
+        if getattr(self, other) is not None:
+            raise ValueError(f"{other} is not for method {self.method!r}: leave it out, or send the other")
+        return self
+
+    def rule(self) -> EarlyExit:
+        threshold, window = self.threshold, self.window
+        if self.method == "confidence":
+            threshold = _DEFAULT.threshold if threshold is None else threshold
+        else:
+            window = DEFAULT_AGREEING if window is None else window
+        return EarlyExit(threshold, window, self.every, self.at, self.probe, self.max_probe_tokens)
+
+
+DEFAULT_AGREEING = 3
+"""So many probes in a row agree, if a request for agreement does not say how many."""
+
+
+class VoteOutcome(BaseModel):
+    """What became of the `n` choices of one prompt, for `early_stop`.
+
+    Used ones ended by themselves, saved ones were aborted or never started. `answer` has most votes, and
+    choice `majority_index` is the first that gives it; null: none has an answer.
+    """
+
+    model_config = _NOTHING_ELSE
+
+    samples_used: int
+    samples_saved: int
+    majority_index: int | None
+    answer: str | None
+    votes: int
+    reason: str
+
+
+class ExitOutcome(BaseModel):
+    """What became of the reasoning of choice `index`, for `early_exit`.
+
+    It was closed behind `reasoning_tokens_at_exit` tokens; null: it was not. `answer`: of the last probe that
+    counted.
+    """
+
+    model_config = _NOTHING_ELSE
+
+    index: int
+    probes: int
+    probe_tokens: int
+    reasoning_tokens_at_exit: int | None
+    answer: str | None
+    reason: str
+
+
+def vote_outcome(consensus: Consensus, first_index: int) -> dict[str, Any]:
+    """A `VoteOutcome`; the choices of its prompt are numbered from `first_index` on."""
+    index = consensus.majority_index
+    return {
+        "samples_used": consensus.num_used,
+        "samples_saved": consensus.num_samples - consensus.num_used,
+        "majority_index": None if index is None else first_index + index,
+        "answer": consensus.answer,
+        "votes": consensus.num_votes,
+        "reason": consensus.reason,
+    }
+
+
+def exit_outcome(result: ReasoningExit, index: int) -> dict[str, Any]:
+    """An `ExitOutcome`."""
+    return {
+        "index": index,
+        "probes": result.num_probes,
+        "probe_tokens": result.num_probe_tokens,
+        "reasoning_tokens_at_exit": result.ended_at,
+        "answer": result.answer,
+        "reason": result.reason,
+    }
