@@ -292,6 +292,9 @@ class ServerConfig(Section):
     reasoning_budgets: dict[Effort, Annotated[int, Field(ge=0)]] = key(
         {}, "max_reasoning_tokens of chats without any, by reasoning_effort: {low: 512, high: 8192}"
     )
+    prefill_next_turn: bool = key(
+        True, "compute what a chat's next turn begins with, without its reasoning, while the engine idles"
+    )
     max_priority: int | None = key(
         0, "highest priority that a request may ask for (any may ask for less); none: any"
     )

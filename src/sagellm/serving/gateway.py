@@ -17,11 +17,12 @@ from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError
 from sagellm.core.protocols.engine import RANKS_END_S
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.llm import LLM, RequestOptions, TextDelta
+from sagellm.engines.llm import LLM, Completion, RequestOptions, TextDelta
 from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused, answered
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
+from sagellm.serving.next_turns import NextTurn, NextTurns
 
 log = logging.getLogger("sagellm.serving")
 
@@ -65,7 +66,7 @@ class Generation:
     Iterates over batches. A batch holds all that came since the last one, so a client that lags gets fewer
     and larger pieces. The iteration ends when all prompts have ended or the generation is closed. It raises
     the error of the first prompt to fail, after what came before. More than `MAX_UNREAD_BYTES` unread end the
-    generation, and are dropped.
+    generation, and are dropped. `on_answer` is called with the answer to its one prompt at the end.
     """
 
     def __init__(self, gateway: Gateway, num_requests: int) -> None:
@@ -73,6 +74,8 @@ class Generation:
         self.closed = False
         self.request_ids: set[str] = set()
         self.times: list[RequestTimes] = []
+        self.on_answer: Callable[[Completion], None] | None = None
+        self._answer = Completion.empty(self.generation_id, 1)
         self._gateway = gateway
         self._num_running = num_requests
         self._unread: list[tuple[int, TextDelta]] = []
@@ -84,6 +87,10 @@ class Generation:
         self._unread.append((position, delta))
         self._unread_bytes += _size(delta)
         self._changed.set()
+        if self.on_answer is not None:
+            self._answer.add(delta)
+            if delta.is_last:
+                self.on_answer(self._answer)
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._unread.clear()
             self.fail(SlowClientError(f"the client left more than {MAX_UNREAD_BYTES} bytes unread"))
@@ -151,10 +158,17 @@ class Gateway:
         self._workers = ThreadPoolExecutor(NUM_WORKERS, "sagellm-questions")
         self._draining = False
         self._hurried = False
-        self._loop = EngineLoop(llm, self._deliver)
+        self.next_turns: NextTurns | None = None
+        if settings.prefill_next_turn and llm.tokenizer.reasoning_token_ids and not self._is_fleet:
+            self.next_turns = NextTurns(llm, self._clock)
+        self._loop = EngineLoop(llm, self._deliver, self.next_turns)
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics = ServerMetrics(
-            llm.model_name, llm.capability(), lambda: self._loop.stats, experts=settings.expert_metrics
+            llm.model_name,
+            llm.capability(),
+            lambda: self._loop.stats,
+            experts=settings.expert_metrics,
+            next_turns=self.next_turns,
         )
 
     def start(self) -> None:
@@ -177,6 +191,10 @@ class Gateway:
         Not of the last step: a thread may have found since that a shared store works again.
         """
         return self.llm.engine.tier_faults()
+
+    @property
+    def _is_fleet(self) -> bool:
+        return isinstance(self.llm.engine, FleetEngine)
 
     @property
     def attributes_misses(self) -> bool:
@@ -229,7 +247,7 @@ class Gateway:
 
         Instances of a fleet answer them after their step, so `do` is called on a thread that may wait.
         """
-        if not isinstance(self.llm.engine, FleetEngine):
+        if not self._is_fleet:
             return await self.call(do)
 
         def ask(answer: asyncio.Future[T]) -> None:
@@ -248,6 +266,20 @@ class Gateway:
             return await answer
         finally:
             self._calls.remove(answer)
+
+    def expect_turn(self, make: Callable[[], NextTurn | None]) -> None:
+        """Have the turn that `make` returns computed while the engine idles. `make` is called on a worker."""
+
+        def make_and_queue() -> None:
+            try:
+                turn = make()
+            except RequestError as error:
+                log.debug("what the next turn begins with is not known: %s", error)
+            else:
+                if turn is not None:
+                    self._loop.expect(turn)
+
+        self._workers.submit(make_and_queue)
 
     async def metrics_text(self) -> bytes:
         """The exposition format, with the engine's diagnostics as of now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from json import JSONEncoder
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from sagellm.serving.cache_diagnostics import num_common
 from sagellm.serving.clients import client_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
+from sagellm.serving.next_turns import marks_reasoning, turn_behind
 from sagellm.serving.prompt_cache import Messages, breakpoints
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
@@ -57,6 +59,8 @@ class GenerationRoutes:
             kept = await run_in_threadpool(lambda: list(self._kept(tokens, marked, variables)))
             options = replace(options, retention=(*options.retention, *kept))
         generation, head = self._open("chatcmpl", request, [tokens], options, body)
+        if self.gateway.next_turns is not None and options.params.n == 1:
+            generation.on_answer = partial(self._expect_turn, body, tokens, options)
         return await _answer(request, body, generation, ChatReply(head, logprobs=bool(body.logprobs)))
 
     async def completions(self, request: Request) -> Response:
@@ -82,6 +86,17 @@ class GenerationRoutes:
         settings = self.gateway.settings
         client = client_of(request, body.user, trust_user=settings.trust_user)
         return body, body.options(self.gateway.llm, settings, client)
+
+    def _expect_turn(
+        self, body: ChatRequest, prompt: Tokens, options: RequestOptions, answer: Completion
+    ) -> None:
+        """Have the next turn computed if the answer has reasoning, which its prompt may leave out."""
+        output, schema = answer.choices[0].token_ids, self.gateway.llm.capability().kv_schema
+        if schema is None or not marks_reasoning(prompt, output, self.gateway.llm):
+            return
+        answered = Tokens([*prompt, *output])
+        asked = body.messages, body.template_options(), answered, answer.text, options, schema.block_size
+        self.gateway.expect_turn(lambda: turn_behind(self.encoder, *asked))
 
     def _kept(
         self,

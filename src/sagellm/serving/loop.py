@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.errors import CallError
+from sagellm.serving.next_turns import NextTurn, NextTurns
 
 log = logging.getLogger("sagellm.serving")
 
@@ -54,11 +55,15 @@ class EngineLoop:
     It wakes for a command, and when the engine has work again by itself.
 
     Calls `deliver` on the loop's thread once per step, with all events of the step. An exception that leaves
-    the engine ends the loop: `failure` holds it, and `LoopFailed` is the last event.
+    the engine ends the loop: `failure` holds it, and `LoopFailed` is the last event. `next_turns` are
+    computed while no request is open.
     """
 
-    def __init__(self, llm: LLM, deliver: Callable[[list[Event]], None]) -> None:
+    def __init__(
+        self, llm: LLM, deliver: Callable[[list[Event]], None], next_turns: NextTurns | None = None
+    ) -> None:
         self._llm = llm
+        self._next_turns = next_turns
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sagellm-engine", daemon=True)
@@ -78,13 +83,17 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def submit(self, request_id: str, tokens: Tokens, options: RequestOptions) -> None:
-        """Start a request under the caller's own id. This and the next three return at once."""
+        """Start a request under the caller's own id. This and the next four return at once."""
 
         def submit() -> Refused | None:
+            if self._next_turns is not None:
+                self._next_turns.make_way()
             try:
                 self._llm.submit(tokens, options, request_id=request_id)
             except RequestError as error:
                 return Refused(request_id, error)
+            if self._next_turns is not None:
+                self._next_turns.arrived(request_id, tokens, options.tenant)
             return None
 
         self._queue(submit)
@@ -94,8 +103,19 @@ class EngineLoop:
 
         def abort() -> None:
             self._llm.abort(request_id)
+            if self._next_turns is not None:
+                self._next_turns.left(request_id)
 
         self._queue(abort)
+
+    def expect(self, turn: NextTurn) -> None:
+        """Have what a chat's next turn begins with computed, once the engine has time."""
+
+        def expect() -> None:
+            if self._next_turns is not None:
+                self._next_turns.add(turn)
+
+        self._queue(expect)
 
     def call(self, do: Callable[[LLM], object], answer: asyncio.Future[Any]) -> None:
         """Call `do`; an `Answered` follows. An exception that is no `SageError` becomes a `CallError`."""
@@ -142,17 +162,25 @@ class EngineLoop:
             event = command()
             if event is not None:
                 events.append(event)
-        if not self._stopping and self._llm.has_work():
-            events += self._llm.step()
+        if not self._stopping:
+            events += self._step()
         self.stats = self._llm.stats()
         if events:
             self._deliver(events)
+
+    def _step(self) -> Sequence[TextDelta]:
+        """The deltas of a step; none without work."""
+        if self._next_turns is not None:
+            self._next_turns.begin_chunk()
+        deltas = self._llm.step() if self._llm.has_work() else []
+        return deltas if self._next_turns is None else self._next_turns.take(deltas)
 
     def _take_commands(self) -> list[Command]:
         """All queued commands; sleeps for the first while the engine has no work."""
         commands: list[Command] = []
         try:
-            if not self._llm.has_work():
+            has_turns = self._next_turns is not None and self._next_turns.has_work
+            if not has_turns and not self._llm.has_work():
                 commands.append(self._commands.get(timeout=self._llm.idle_s()))
             while True:
                 commands.append(self._commands.get_nowait())

@@ -17,6 +17,7 @@ from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.llm import TextDelta, Usage
+from sagellm.serving.next_turns import NextTurns
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -43,18 +44,19 @@ class ServerMetrics(Collector):
     """Counts requests and tokens, and shows the engine's load.
 
     Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
-    thread. With `experts` it shows the rows of each.
+    thread. With `experts` it shows the rows of each. `next_turns`: what is computed while the engine idles.
     """
 
     def __init__(
         self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats], *,
-        experts: bool = False,
+        experts: bool = False, next_turns: NextTurns | None = None,
     ) -> None:  # fmt: skip
         self.registry = CollectorRegistry()
         self.diagnostics = EngineDiagnostics()
         self._model = model_name
         self._stats = stats
         self._shows_experts = experts
+        self._next_turns = next_turns
         self.registry.register(self)
         build = Info("sagellm_build", "Version and device", (_LABEL,), registry=self.registry)
         build.labels(model_name).info(
@@ -191,6 +193,12 @@ class ServerMetrics(Collector):
         if stats.misses is not None:
             text = "Prompt blocks that had to be computed, by cause"
             yield self._count("kv_misses", text, stats.misses._asdict(), "cause")
+        if self._next_turns is not None:
+            text = (
+                "Tokens of next turns of chats: computed while the engine idled, and then reused by a prompt"
+            )
+            counts = {"recomputed": self._next_turns.num_recomputed, "hit": self._next_turns.num_hit}
+            yield self._count("next_turn_tokens", text, counts, "outcome")
         if self._shows_experts:
             yield self._expert_rows()
 

@@ -1,0 +1,188 @@
+"""What the next turn of a chat begins with, computed while the engine has nothing else to do.
+
+Chat templates leave the reasoning of earlier turns out of a prompt. So the next turn of a chat does not begin
+with the tokens that the model has drawn, and its cached prefix would end before the last answer (vLLM issue
+39806, SGLang issue 23315). The server knows the messages, the answer and the template, and so what the next
+turn begins with. `turn_behind` renders that, and `NextTurns` has the engine compute it, a few milliseconds at
+a time, while no request runs or waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import RequestError
+from sagellm.core.protocols.tokenizer import Message
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.llm import LLM, RequestOptions, TextDelta
+from sagellm.serving.cache_diagnostics import num_common
+from sagellm.serving.prompts import PromptEncoder
+
+MAX_TURNS = 64
+"""So many are kept: those that wait, and those that are computed and may still be hit."""
+
+CHUNK_S = 0.02
+"""A request that comes waits for what is being computed; that is to take so long."""
+
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 2048
+
+_USER_TEXTS = ("A", "0")
+"""What the user says next is not known: what two turns have in common does not depend on it."""
+
+
+@dataclass(slots=True, eq=False)
+class NextTurn:
+    """`tokens` begin the next prompt of a chat whose last prompt and answer are `answered`.
+
+    The first `num_known` are the same in both; the first `num_done` have been computed since.
+    """
+
+    tokens: Tokens
+    answered: Tokens
+    num_known: int
+    options: RequestOptions
+    num_done: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_done >= len(self.tokens)
+
+    def begins(self, tokens: Tokens, tenant: str) -> bool:
+        """Whether a prompt of this tenant begins so."""
+        return tenant == self.options.tenant and tokens.tobytes().startswith(self.tokens.tobytes())
+
+
+def marks_reasoning(prompt: Tokens, output: Sequence[int], llm: LLM) -> bool:
+    """Whether an answer, or the last turn of its prompt, has a marker of reasoning."""
+    markers, ends = llm.tokenizer.reasoning_token_ids, llm.tokenizer.eos_token_ids
+    if any(token_id in markers for token_id in output):
+        return True
+    last = itertools.takewhile(lambda token_id: token_id not in ends, reversed(prompt.slice(0)))
+    return any(token_id in markers for token_id in last)
+
+
+def turn_behind(
+    encoder: PromptEncoder,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    answered: Tokens,
+    answer: str,
+    options: RequestOptions,
+    block_size: int,
+) -> NextTurn | None:
+    """The turn behind an answer to `messages`; None where its prompt begins with what is cached already.
+
+    `answered`: the tokens of the prompt and the answer, which are cached in blocks of `block_size`. For a
+    worker thread. Raises `RequestError` where the template refuses the messages or they have become too long.
+    """
+    said = [*messages, {"role": "assistant", "content": answer}]
+    first, second = (
+        encoder.chat([*said, {"role": "user", "content": text}], variables) for text in _USER_TEXTS
+    )
+    tokens = Tokens(first.slice(0, num_common(first, second)))
+    num_known = num_common(tokens, answered)
+    if len(tokens) // block_size <= num_known // block_size:  # whole blocks are cached
+        return None
+    params = SamplingParams(temperature=0, max_tokens=0)
+    own = RequestOptions(params, tenant=options.tenant, service_class=options.service_class)
+    return NextTurn(tokens, answered, num_known, own, num_known)
+
+
+class NextTurns:
+    """Owns the turns that are expected. For the thread of the engine; counts may be read by any.
+
+    A chunk is a request for a leading part of the turn's tokens, so that each one that has ended is cached.
+    `num_recomputed` counts the tokens that were computed so, `num_hit` those of them that a prompt has
+    reused.
+    """
+
+    def __init__(self, llm: LLM, clock: Clock) -> None:
+        self._llm, self._clock = llm, clock
+        self._turns: deque[NextTurn] = deque(maxlen=MAX_TURNS)
+        self._hits: dict[str, NextTurn] = {}  # by the id of a request that begins with the turn
+        self._running: tuple[str, NextTurn, int, float] | None = None  # id, turn, where it stops, begin
+        self._chunk_tokens = MIN_CHUNK_TOKENS
+        self._ids = itertools.count()
+        self.num_recomputed = self.num_hit = 0
+
+    def add(self, turn: NextTurn) -> None:
+        """Expect a turn. The oldest is forgotten for it where there are too many."""
+        self._turns.append(turn)
+
+    @property
+    def has_work(self) -> bool:
+        return any(not turn.is_done for turn in self._turns)
+
+    def begin_chunk(self) -> None:
+        """Have the engine compute the next chunk, unless it has work or there is none."""
+        turn = next((turn for turn in self._turns if not turn.is_done), None)
+        if turn is None or self._llm.has_work():
+            return
+        stop = min(len(turn.tokens), turn.num_done + self._chunk_tokens)
+        request_id = f"next-turn-{next(self._ids)}"
+        try:
+            self._llm.submit(Tokens(turn.tokens.slice(0, stop)), turn.options, request_id=request_id)
+        except RequestError:  # of a prompt that fills the context
+            self._turns.remove(turn)
+            return
+        self._running = request_id, turn, stop, self._clock.now()
+
+    def make_way(self) -> None:
+        """Abort the chunk that is being computed, since a request comes."""
+        if self._running is not None:
+            self._llm.abort(self._running[0])
+            self._running = None
+
+    def arrived(self, request_id: str, tokens: Tokens, tenant: str) -> None:
+        """A request has come. A turn that it begins with need not be computed any more."""
+        turn = next((turn for turn in self._turns if turn.begins(tokens, tenant)), None)
+        if turn is None:
+            return
+        self._turns.remove(turn)
+        if turn.num_done > turn.num_known:
+            self._hits[request_id] = turn
+
+    def left(self, request_id: str) -> None:
+        """A request was aborted."""
+        self._hits.pop(request_id, None)
+
+    def take(self, deltas: Sequence[TextDelta]) -> list[TextDelta]:
+        """The deltas of a step without those of chunks, which are taken in."""
+        others: list[TextDelta] = []
+        for delta in deltas:
+            if self._running is not None and delta.request_id == self._running[0]:
+                self._end_chunk(delta)
+                continue
+            others.append(delta)
+            turn = self._hits.pop(delta.request_id, None)
+            if turn is not None:
+                self.num_hit += max(0, min(delta.usage.cached_tokens, turn.num_done) - turn.num_known)
+        return others
+
+    def _end_chunk(self, delta: TextDelta) -> None:
+        if not delta.is_last:
+            return
+        assert self._running is not None
+        _, turn, stop, began_s = self._running
+        self._running = None
+        if delta.error is not None:  # it would fail again
+            if turn in self._turns:
+                self._turns.remove(turn)
+            return
+        turn.num_done, spent_s = stop, self._clock.now() - began_s
+        num_computed = delta.usage.prompt_tokens - delta.usage.cached_tokens
+        self.num_recomputed += num_computed
+        in_time = int(num_computed / spent_s * CHUNK_S) if spent_s > 0 else MAX_CHUNK_TOKENS
+        self._chunk_tokens = max(MIN_CHUNK_TOKENS, min(in_time, 2 * self._chunk_tokens, MAX_CHUNK_TOKENS))
+        if turn.is_done:
+            self._supersede(turn)
+
+    def _supersede(self, turn: NextTurn) -> None:
+        """Have the KV that no next turn can begin with evicted first."""
+        action = {"action_type": "session.supersede", "payload": {"token_ids": turn.answered.tolist()}}
+        self._llm.hint({"actions": [action]}, tenant=turn.options.tenant)

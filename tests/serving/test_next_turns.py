@@ -1,0 +1,295 @@
+"""The next turn of a chat, without reasoning that templates leave out: computed while idle, and hit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.build import load
+from sagellm.engines.llm import LLM, RequestOptions
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.serving.next_turns import (
+    CHUNK_S,
+    MAX_TURNS,
+    MIN_CHUNK_TOKENS,
+    NextTurn,
+    NextTurns,
+    marks_reasoning,
+    turn_behind,
+)
+from sagellm.serving.prompts import PromptEncoder
+from tests.builders import fake_engine
+from tests.scripted_engine import ScriptedEngine, toy_tokenizer
+from tests.serving.live import Live, serving, wait_until
+
+CHAT = "/v1/chat/completions"
+STRIPS = """{% for message in messages %}{% set said = message['content'] %}\
+{% if message['role'] == 'assistant' and '</think>' in said and not loop.last %}\
+{% set said = said.split('</think>')[-1] %}{% endif %}\
+{{ '<|im_start|>' + message['role'] + '\n' + said + '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QUESTION: dict[str, Any] = {"role": "user", "content": "What is 1234567 + 7654321?"}
+ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "seed": 1}
+FOLLOWING: dict[str, Any] = {"role": "user", "content": "What is 55 + 66?"}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("template") / "strips.jinja"
+    path.write_text(STRIPS)
+    return str(path)
+
+
+@pytest.fixture
+def live(template: str) -> Iterator[Live]:
+    llm = load(None, {"model.chat_template": template, "kv.block_size": 4, "kv.num_blocks": 512})
+    with serving(llm) as running:
+        yield running
+
+
+def ask(live: Live, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = live.http.post(CHAT, json=ASKED | {"messages": messages} | fields).json()
+    return answer
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def turns_of(live: Live) -> NextTurns:
+    assert live.gateway.next_turns is not None
+    return live.gateway.next_turns
+
+
+def wait_for_turn(live: Live) -> None:
+    wait_until(lambda: turns_of(live).num_recomputed > 0 and not turns_of(live).has_work)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_next_turn_hits_the_answer_and_has_the_tokens_of_a_fresh_run(
+    live: Live, template: str, streams: bool
+) -> None:
+    if streams:
+        text = live.http.post(CHAT, json=ASKED | {"messages": [QUESTION], "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        answer = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    else:
+        answer = said(ask(live, [QUESTION]))
+    assert "</think>" in answer
+    wait_for_turn(live)
+    messages = [QUESTION, {"role": "assistant", "content": answer}, FOLLOWING]
+    second = ask(live, messages)
+    stripped = [QUESTION, {"role": "assistant", "content": answer.split("</think>")[-1]}]
+    prefix = live.llm.tokenizer.encode_chat(stripped, add_generation_prompt=False)
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= len(prefix) // 4 * 4, "the answer itself is a hit"
+    hit, recomputed = turns_of(live).num_hit, turns_of(live).num_recomputed
+    assert 0 < hit <= recomputed
+    assert live.metric("sagellm_next_turn_tokens_total", outcome="hit") == hit
+    assert live.metric("sagellm_next_turn_tokens_total", outcome="recomputed") >= recomputed
+    settings = {"model.chat_template": template, "kv.num_blocks": 512, "kv.prefix_caching": False}
+    with load(None, settings) as fresh:
+        params = fresh.sampling_params(temperature=0, max_tokens=200, seed=1)
+        assert fresh.chat(messages, params).text == said(second)
+
+
+def test_without_the_setting_the_answer_is_a_miss(template: str) -> None:
+    llm = load(None, {"model.chat_template": template, "kv.block_size": 4, "kv.num_blocks": 512})
+    with serving(llm, prefill_next_turn=False) as live:
+        answer = said(ask(live, [QUESTION]))
+        second = ask(live, [QUESTION, {"role": "assistant", "content": answer}, FOLLOWING])
+        prompt = llm.tokenizer.encode_chat([QUESTION])
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] <= len(prompt)
+        with pytest.raises(KeyError):
+            live.metric("sagellm_next_turn_tokens_total", outcome="hit")
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"messages": [{"role": "user", "content": "hi"}]}])
+def test_what_has_no_reasoning_or_several_answers_is_left_alone(live: Live, fields: dict[str, Any]) -> None:
+    live.http.post(CHAT, json=ASKED | {"messages": [QUESTION]} | fields)
+    live.http.get("/metrics")  # a command of the engine's thread
+    time.sleep(0.05)
+    assert turns_of(live).num_recomputed == 0
+
+
+# -- without a server
+
+
+TOKENIZER = toy_tokenizer()
+
+
+class Clocked:
+    """A scheduler of chunks over an engine whose steps take `step_s`."""
+
+    def __init__(self, num_blocks: int = 400) -> None:
+        self.clock, self.step_s = ManualClock(), 0.01
+        backend = TokenMemoryBackend(
+            num_blocks=num_blocks, vocab_size=TOKENIZER.vocab_size, max_model_len=1000
+        )
+        self.engine = fake_engine(backend, max_batched_tokens=2048)
+        self.llm = LLM(self.engine, TOKENIZER, model_name="toy", max_model_len=1000)
+        self.turns = NextTurns(self.llm, self.clock)
+        self.chunks: list[int] = []
+
+    def step(self) -> None:
+        self.turns.begin_chunk()
+        self.clock.advance(self.step_s)
+        before = self.turns.num_recomputed
+        self.turns.take(self.llm.step())
+        self.engine.check()
+        if self.turns.num_recomputed > before:
+            self.chunks.append(self.turns.num_recomputed - before)
+
+    def finish(self) -> None:
+        for _ in range(200):
+            if not self.turns.has_work:
+                return
+            self.step()
+        raise AssertionError("the turns are not computed")
+
+
+def turn(size: int, first: int = 1, known: int = 0, tenant: str = "") -> NextTurn:
+    tokens = Tokens([first, *(2 + i % 50 for i in range(size - 1))])
+    params = SamplingParams(temperature=0, max_tokens=0)
+    return NextTurn(tokens, Tokens([first]), known, RequestOptions(params, tenant=tenant), known)
+
+
+def test_chunks_grow_to_what_the_time_allows() -> None:
+    world = Clocked()
+    world.step_s = CHUNK_S / 4
+    world.turns.add(turn(900))
+    world.finish()
+    assert world.chunks[0] == MIN_CHUNK_TOKENS
+    assert world.chunks[1] <= 2 * world.chunks[0] + 4
+    assert max(world.chunks) > 2 * MIN_CHUNK_TOKENS
+    slow = Clocked()
+    slow.step_s = 10 * CHUNK_S
+    slow.turns.add(turn(300))
+    slow.finish()
+    assert max(slow.chunks) <= MIN_CHUNK_TOKENS + 4, "with the last block, which is computed again"
+
+
+def test_a_busy_engine_computes_no_turn_and_a_request_aborts_the_chunk() -> None:
+    world = Clocked()
+    world.turns.add(turn(500))
+    running = world.llm.submit([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True))
+    for _ in range(4):
+        world.step()
+    assert world.chunks == []
+    while world.llm.has_work():
+        world.turns.take(world.llm.step())
+    world.turns.begin_chunk()
+    assert world.llm.stats().num_waiting == 1
+    world.turns.make_way()
+    assert not world.llm.has_work()
+    world.turns.make_way()
+    assert running not in world.turns._hits
+    world.finish()
+    assert world.turns.num_recomputed >= 500
+
+
+def test_a_prompt_that_begins_with_a_turn_counts_as_hit_once() -> None:
+    world = Clocked()
+    expected = turn(120, known=8)
+    world.turns.add(expected)
+    world.finish()
+    prompt = Tokens([*expected.tokens, 3, 4, 5])
+    for name, tenant in (("other", "x"), ("first", ""), ("second", "")):
+        world.llm.submit(prompt, RequestOptions(SamplingParams(max_tokens=1), tenant=tenant), request_id=name)
+        world.turns.arrived(name, prompt, tenant)
+        while world.llm.has_work():
+            world.turns.take(world.llm.step())
+    assert world.turns.num_hit == 120 - 8
+
+
+def test_a_turn_that_comes_before_it_is_computed_is_not_computed_any_more() -> None:
+    world = Clocked()
+    expected = turn(120)
+    world.turns.add(expected)
+    world.turns.arrived("early", Tokens([*expected.tokens, 3]), "")
+    assert not world.turns.has_work
+    world.turns.begin_chunk()
+    assert not world.llm.has_work()
+
+
+def test_the_oldest_of_too_many_turns_goes() -> None:
+    world = Clocked()
+    for first in range(MAX_TURNS + 1):
+        world.turns.add(turn(4, first))
+    world.turns.arrived("late", turn(4, 0).tokens, "")
+    world.turns.arrived("known", turn(4, 1).tokens, "")
+    world.finish()
+    assert world.turns.num_recomputed == 4 * (MAX_TURNS - 1)
+
+
+def test_a_turn_that_does_not_fit_the_model_is_dropped() -> None:
+    world = Clocked()
+    world.turns.add(turn(1500))
+    world.finish()
+    assert 900 < world.turns.num_recomputed < 1100
+
+
+def test_the_old_answer_is_evicted_before_what_others_have_cached() -> None:
+    world = Clocked(num_blocks=26)
+    index, fresh = world.engine.kv.index, Tokens([1, 2, 3, 4, *range(20, 40)])
+    other, old, filler = (
+        Tokens(range(100, 124)),
+        Tokens([1, 2, 3, 4, *range(60, 100)]),
+        Tokens(range(200, 240)),
+    )
+
+    def serve(tokens: Tokens) -> None:
+        world.llm.submit(tokens, SamplingParams(max_tokens=1))
+        while world.llm.has_work():
+            world.clock.advance(1)
+            world.llm.step()
+
+    serve(other)
+    serve(old)
+    params = SamplingParams(temperature=0, max_tokens=0)
+    world.turns.add(NextTurn(fresh, old, 4, RequestOptions(params), 4))
+    world.finish()
+    serve(filler)
+    assert index.lookup(old).num_tokens < len(old)
+    assert index.lookup(other).num_tokens == len(other)
+    assert index.lookup(fresh).num_tokens == len(fresh)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "found"),
+    [
+        ("hi", "hello", False),
+        ("hi", "<think>a</think>b", True),
+        ("<think>a", "b", True),
+        ("<think>a</think>b</s>hi", "b", False),
+    ],
+)
+def test_only_markers_of_this_turn_count(prompt: str, output: str, found: bool) -> None:
+    llm = LLM(ScriptedEngine(lambda request: [1]), TOKENIZER, model_name="toy", max_model_len=64)
+    end = next(iter(TOKENIZER.eos_token_ids))
+    tokens: list[int] = []
+    for part in prompt.split("</s>"):
+        tokens += [*TOKENIZER.encode(part), end]
+    assert marks_reasoning(Tokens(tokens[:-1]), TOKENIZER.encode(output).tolist(), llm) is found
+
+
+def test_a_prompt_that_is_cached_already_has_no_turn(template: str) -> None:
+    with load(None, {"model.chat_template": template, "kv.num_blocks": 64}) as llm:
+        encoder = PromptEncoder(llm)
+        options = RequestOptions(llm.sampling_params())
+        cached = llm.encode([QUESTION, {"role": "assistant", "content": "12"}, FOLLOWING])
+        assert turn_behind(encoder, [QUESTION], {}, cached, "12", options, 16) is None
+        prompt = llm.encode([QUESTION])
+        found = turn_behind(
+            encoder, [QUESTION], {}, prompt, "<think>" + "a b " * 9 + "</think>" + "12 " * 40, options, 16
+        )
+        assert found is not None
+        assert found.num_known == len(prompt)
+        assert llm.tokenizer.decode(found.tokens).count("12 ") == 40
