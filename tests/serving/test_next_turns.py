@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,6 +19,7 @@ from sagellm.serving.next_turns import (
     CHUNK_S,
     MAX_TURNS,
     MIN_CHUNK_TOKENS,
+    NEXT_TURN,
     NextTurn,
     NextTurns,
     marks_reasoning,
@@ -63,13 +64,25 @@ def said(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+class Counted(NamedTuple):
+    """Tokens."""
+
+    saved: float
+    spent: float
+
+
+def counted(llm: LLM) -> Counted:
+    [found] = [each for each in llm.accelerations.report() if each.name == NEXT_TURN]
+    return Counted(found.saved.get("tokens", 0), found.spent.get("tokens", 0))
+
+
 def turns_of(live: Live) -> NextTurns:
     assert live.gateway.next_turns is not None
     return live.gateway.next_turns
 
 
 def wait_for_turn(live: Live) -> None:
-    wait_until(lambda: turns_of(live).num_recomputed > 0 and not turns_of(live).has_work)
+    wait_until(lambda: counted(live.llm).spent > 0 and not turns_of(live).has_work)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -90,10 +103,10 @@ def test_the_next_turn_hits_the_answer_and_has_the_tokens_of_a_fresh_run(
     prefix = live.llm.tokenizer.encode_chat(stripped, add_generation_prompt=False)
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= len(prefix) // 4 * 4, "the answer itself is a hit"
-    hit, recomputed = turns_of(live).num_hit, turns_of(live).num_recomputed
-    assert 0 < hit <= recomputed
-    assert live.metric("sagellm_next_turn_tokens_total", outcome="hit") == hit
-    assert live.metric("sagellm_next_turn_tokens_total", outcome="recomputed") >= recomputed
+    saved, spent = counted(live.llm)
+    assert 0 < saved <= spent
+    assert live.metric("sagellm_acceleration_saved", acceleration="next_turn", unit="tokens") == saved
+    assert live.metric("sagellm_acceleration_spent", acceleration="next_turn", unit="tokens") >= spent
     settings = {"model.chat_template": template, "kv.num_blocks": 512, "kv.prefix_caching": False}
     with load(None, settings) as fresh:
         params = fresh.sampling_params(temperature=0, max_tokens=200, seed=1)
@@ -108,7 +121,7 @@ def test_without_the_setting_the_answer_is_a_miss(template: str) -> None:
         prompt = llm.tokenizer.encode_chat([QUESTION])
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] <= len(prompt)
         with pytest.raises(KeyError):
-            live.metric("sagellm_next_turn_tokens_total", outcome="hit")
+            live.metric("sagellm_acceleration_saved", acceleration="next_turn", unit="tokens")
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"messages": [{"role": "user", "content": "hi"}]}])
@@ -116,7 +129,7 @@ def test_what_has_no_reasoning_or_several_answers_is_left_alone(live: Live, fiel
     live.http.post(CHAT, json=ASKED | {"messages": [QUESTION]} | fields)
     live.http.get("/metrics")  # a command of the engine's thread
     time.sleep(0.05)
-    assert turns_of(live).num_recomputed == 0
+    assert counted(live.llm).spent == 0
 
 
 # -- without a server
@@ -136,16 +149,16 @@ class Clocked:
         self.engine = fake_engine(backend, max_batched_tokens=2048)
         self.llm = LLM(self.engine, TOKENIZER, model_name="toy", max_model_len=1000)
         self.turns = NextTurns(self.llm, self.clock)
-        self.chunks: list[int] = []
+        self.chunks: list[float] = []
 
     def step(self) -> None:
         self.turns.begin_chunk()
         self.clock.advance(self.step_s)
-        before = self.turns.num_recomputed
+        before = counted(self.llm).spent
         self.turns.take(self.llm.step())
         self.engine.check()
-        if self.turns.num_recomputed > before:
-            self.chunks.append(self.turns.num_recomputed - before)
+        if counted(self.llm).spent > before:
+            self.chunks.append(counted(self.llm).spent - before)
 
     def finish(self) -> None:
         for _ in range(200):
@@ -192,7 +205,7 @@ def test_a_busy_engine_computes_no_turn_and_a_request_aborts_the_chunk() -> None
     world.turns.make_way()
     assert running not in world.turns._hits
     world.finish()
-    assert world.turns.num_recomputed >= 500
+    assert counted(world.llm).spent >= 500
 
 
 def test_a_prompt_that_begins_with_a_turn_counts_as_hit_once() -> None:
@@ -206,7 +219,7 @@ def test_a_prompt_that_begins_with_a_turn_counts_as_hit_once() -> None:
         world.turns.arrived(name, prompt, tenant)
         while world.llm.has_work():
             world.turns.take(world.llm.step())
-    assert world.turns.num_hit == 120 - 8
+    assert counted(world.llm).saved == 120 - 8
 
 
 def test_a_turn_that_comes_before_it_is_computed_is_not_computed_any_more() -> None:
@@ -226,14 +239,14 @@ def test_the_oldest_of_too_many_turns_goes() -> None:
     world.turns.arrived("late", turn(4, 0).tokens, "")
     world.turns.arrived("known", turn(4, 1).tokens, "")
     world.finish()
-    assert world.turns.num_recomputed == 4 * (MAX_TURNS - 1)
+    assert counted(world.llm).spent == 4 * (MAX_TURNS - 1)
 
 
 def test_a_turn_that_does_not_fit_the_model_is_dropped() -> None:
     world = Clocked()
     world.turns.add(turn(1500))
     world.finish()
-    assert 900 < world.turns.num_recomputed < 1100
+    assert 900 < counted(world.llm).spent < 1100
 
 
 def test_the_old_answer_is_evicted_before_what_others_have_cached() -> None:

@@ -250,7 +250,7 @@ class Planner:
 
     def _propose(self, binding: Binding) -> None:
         """Fill the proposals of a bound draft, unless a failure is being isolated."""
-        if self._speculation is None or self._recovery.isolates:
+        if self._speculation is None or not self._speculation.is_on or self._recovery.isolates:
             return
         try:
             self._speculation.propose(binding, self._table.decodes, self._kv)

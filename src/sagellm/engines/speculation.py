@@ -29,6 +29,7 @@ class Speculation:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}: leave the proposer out")
         self.num_tokens = num_tokens
+        self.is_on = True
         self._proposed: list[int] = []
         self._accepted: list[int] = []
         self._saved_s = 0.0

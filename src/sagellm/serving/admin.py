@@ -1,6 +1,6 @@
 """/v1/admin: what an operator may change on a running server, with `server.admin_key`.
 
-That is: pinned prompts, the cached blocks, the eviction policy and the scheduling strategy.
+That is: pinned prompts, the cached blocks, the eviction policy, the scheduling strategy and accelerations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -26,7 +26,14 @@ from sagellm.engines.build_kv import replace_policy
 from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving.access_log import record_of
-from sagellm.serving.answers import CacheCleared, CurrentPolicy, CurrentStrategy, Pin, PinDeleted, PinList
+from sagellm.serving.answers import (
+    CacheCleared,
+    CurrentPolicy,
+    CurrentStrategy,
+    Pin,
+    PinDeleted,
+    PinList,
+)
 from sagellm.serving.clients import NO_CLIENT
 from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.gateway import Gateway
@@ -54,6 +61,33 @@ class StrategyRequest(Body):
 
     strategy: str
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class Acceleration(Body):
+    """One acceleration since the start: by unit, what it has saved, and what it has spent for that.
+
+    `exact`: it changes no output.
+    """
+
+    name: str
+    on: bool
+    exact: bool
+    saved: dict[str, float]
+    spent: dict[str, float]
+
+
+class AccelerationList(Body):
+    """The answer of GET and PUT /v1/admin/accelerations."""
+
+    object: Literal["list"] = "list"
+    data: list[Acceleration]
+
+
+class SwitchAcceleration(Body):
+    """PUT /v1/admin/accelerations: switch one of those that GET lists."""
+
+    name: str
+    on: bool
 
 
 @dataclass(slots=True)
@@ -155,6 +189,18 @@ class AdminRoutes:
         await self._replace("strategy", body.strategy, strategies.STRATEGIES, body.options, replace)
         return body
 
+    async def list_accelerations(self) -> AccelerationList:
+        return await self.gateway.call(_accelerations)
+
+    async def switch_acceleration(self, request: Request) -> AccelerationList:
+        body = await self.reader.read(SwitchAcceleration, request)
+
+        def switch(llm: LLM) -> AccelerationList:
+            llm.accelerations.switch(body.name, on=body.on)
+            return _accelerations(llm)
+
+        return await self.gateway.call(switch)
+
     async def _replace(
         self,
         param: str,
@@ -203,6 +249,21 @@ class AdminRoutes:
         pin = Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
         self.pins[pin_id] = hold, pin
         return pin
+
+
+def _accelerations(llm: LLM) -> AccelerationList:
+    return AccelerationList(
+        data=[
+            Acceleration(
+                name=each.name,
+                on=each.is_on,
+                exact=each.is_exact,
+                saved=dict(each.saved),
+                spent=dict(each.spent),
+            )
+            for each in llm.accelerations.report()
+        ]
+    )
 
 
 def _passes(strategy: str) -> list[str]:

@@ -219,6 +219,8 @@ def _handlers(
         ("PUT", "/v1/admin/eviction_policy"): admin.set_policy,
         ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
         ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
+        ("GET", "/v1/admin/accelerations"): admin.list_accelerations,
+        ("PUT", "/v1/admin/accelerations"): admin.switch_acceleration,
         ("GET", "/v1/fleet"): fleet.status,
         ("GET", "/v1/admin/fleet/instances/{name}"): fleet.instance,
         ("POST", "/v1/admin/fleet/drain"): fleet.drain,

@@ -168,7 +168,7 @@ class Gateway:
             llm.capability(),
             lambda: self._loop.stats,
             experts=settings.expert_metrics,
-            next_turns=self.next_turns,
+            accelerations=llm.accelerations,
         )
 
     def start(self) -> None:

@@ -12,12 +12,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import sagellm
+from sagellm.core.protocols.acceleration import AccelController
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, TenantUse
 from sagellm.core.protocols.kv_tiers import TierState
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.llm import TextDelta, Usage
-from sagellm.serving.next_turns import NextTurns
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -44,19 +44,19 @@ class ServerMetrics(Collector):
     """Counts requests and tokens, and shows the engine's load.
 
     Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
-    thread. With `experts` it shows the rows of each. `next_turns`: what is computed while the engine idles.
+    thread. With `experts` it shows the rows of each. `accelerations`: of the `LLM`.
     """
 
     def __init__(
         self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats], *,
-        experts: bool = False, next_turns: NextTurns | None = None,
+        experts: bool = False, accelerations: AccelController | None = None,
     ) -> None:  # fmt: skip
         self.registry = CollectorRegistry()
         self.diagnostics = EngineDiagnostics()
         self._model = model_name
         self._stats = stats
         self._shows_experts = experts
-        self._next_turns = next_turns
+        self._accelerations = accelerations
         self.registry.register(self)
         build = Info("sagellm_build", "Version and device", (_LABEL,), registry=self.registry)
         build.labels(model_name).info(
@@ -193,12 +193,8 @@ class ServerMetrics(Collector):
         if stats.misses is not None:
             text = "Prompt blocks that had to be computed, by cause"
             yield self._count("kv_misses", text, stats.misses._asdict(), "cause")
-        if self._next_turns is not None:
-            text = (
-                "Tokens of next turns of chats: computed while the engine idled, and then reused by a prompt"
-            )
-            counts = {"recomputed": self._next_turns.num_recomputed, "hit": self._next_turns.num_hit}
-            yield self._count("next_turn_tokens", text, counts, "outcome")
+        if self._accelerations is not None:
+            yield from self._acceleration(self._accelerations)
         if self._shows_experts:
             yield self._expert_rows()
 
@@ -212,6 +208,19 @@ class ServerMetrics(Collector):
         text = "Requests that were refused for a tenant's quota"
         refused = {tenant: load.num_refused for tenant, load in tenants.items()}
         yield self._count("tenant_refused_requests", text, refused, "tenant")
+
+    def _acceleration(self, accelerations: AccelController) -> Iterator[Metric]:
+        for kind, text in (
+            ("saved", "What each acceleration has saved, by unit"),
+            ("spent", "What each acceleration has spent for that, by unit"),
+        ):
+            name = f"sagellm_acceleration_{kind}"
+            family = GaugeMetricFamily(name, text, labels=(_LABEL, "acceleration", "unit"))
+            for each in accelerations.report():
+                amounts: Mapping[str, float] = getattr(each, kind)
+                for unit, amount in amounts.items():
+                    family.add_metric((self._model, each.name, unit), amount)
+            yield family
 
     def _expert_rows(self) -> Metric:
         text = "Rows that each expert has computed"

@@ -23,6 +23,9 @@ from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.cache_diagnostics import num_common
 from sagellm.serving.prompts import PromptEncoder
 
+NEXT_TURN = "next_turn"
+"""Its name among the accelerations."""
+
 MAX_TURNS = 64
 """So many are kept: those that wait, and those that are computed and may still be hit."""
 
@@ -94,11 +97,11 @@ def turn_behind(
 
 
 class NextTurns:
-    """Owns the turns that are expected. For the thread of the engine; counts may be read by any.
+    """Owns the turns that are expected. For the thread of the engine.
 
     A chunk is a request for a leading part of the turn's tokens, so that each one that has ended is cached.
-    `num_recomputed` counts the tokens that were computed so, `num_hit` those of them that a prompt has
-    reused.
+    For the controller of accelerations, tokens that are computed so are spent, and those of them that a
+    prompt reuses are saved.
     """
 
     def __init__(self, llm: LLM, clock: Clock) -> None:
@@ -108,11 +111,12 @@ class NextTurns:
         self._running: tuple[str, NextTurn, int, float] | None = None  # id, turn, where it stops, begin
         self._chunk_tokens = MIN_CHUNK_TOKENS
         self._ids = itertools.count()
-        self.num_recomputed = self.num_hit = 0
+        llm.accelerations.add(NEXT_TURN, is_exact=True)
 
     def add(self, turn: NextTurn) -> None:
         """Expect a turn. The oldest is forgotten for it where there are too many."""
-        self._turns.append(turn)
+        if self._llm.accelerations.is_on(NEXT_TURN):
+            self._turns.append(turn)
 
     @property
     def has_work(self) -> bool:
@@ -161,7 +165,8 @@ class NextTurns:
             others.append(delta)
             turn = self._hits.pop(delta.request_id, None)
             if turn is not None:
-                self.num_hit += max(0, min(delta.usage.cached_tokens, turn.num_done) - turn.num_known)
+                num_hit = max(0, min(delta.usage.cached_tokens, turn.num_done) - turn.num_known)
+                self._llm.accelerations.count(NEXT_TURN, saved={"tokens": num_hit})
         return others
 
     def _end_chunk(self, delta: TextDelta) -> None:
@@ -176,7 +181,7 @@ class NextTurns:
             return
         turn.num_done, spent_s = stop, self._clock.now() - began_s
         num_computed = delta.usage.prompt_tokens - delta.usage.cached_tokens
-        self.num_recomputed += num_computed
+        self._llm.accelerations.count(NEXT_TURN, spent={"tokens": num_computed})
         in_time = int(num_computed / spent_s * CHUNK_S) if spent_s > 0 else MAX_CHUNK_TOKENS
         self._chunk_tokens = max(MIN_CHUNK_TOKENS, min(in_time, 2 * self._chunk_tokens, MAX_CHUNK_TOKENS))
         if turn.is_done:

@@ -29,7 +29,13 @@ from sagellm.core.types import (
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
-from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
+from sagellm.serving.admin import (
+    AccelerationList,
+    PinRequest,
+    PolicyRequest,
+    StrategyRequest,
+    SwitchAcceleration,
+)
 from sagellm.serving.explain import ExplainRequest
 from sagellm.serving.fleet.routes import InstanceRequest, ScaleRequest, SwitchRequest
 from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
@@ -190,6 +196,15 @@ FOR_OPERATORS: Endpoints = {
         StrategyRequest,
         StrategyRequest,
         examples={"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
+    ),
+    ("GET", "/v1/admin/accelerations"): Endpoint(
+        "What is accelerated, and what that has saved", AccelerationList
+    ),
+    ("PUT", "/v1/admin/accelerations"): Endpoint(
+        "Switch an acceleration on or off",
+        AccelerationList,
+        SwitchAcceleration,
+        examples={"off": {"name": "early_stop", "on": False}},
     ),
     ("GET", "/v1/admin/fleet/instances/{name}"): Endpoint(
         "One instance in detail: its cache, its tiers, what it evicted",

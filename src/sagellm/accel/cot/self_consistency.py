@@ -17,9 +17,12 @@ from sagellm.core.protocols.cot import CoTPlan, EarlyStop, ReasoningStep, StepAc
 
 
 class SelfConsistency:
-    """Implements `CoTAccelerator` for a request of at most `num_samples`; a step is a sample."""
+    """Implements `CoTAccelerator` for a request of at most `num_samples`; a step is a sample.
 
-    def __init__(self, num_samples: int, rule: EarlyStop) -> None:
+    Without a `rule` all samples run, and all at once.
+    """
+
+    def __init__(self, num_samples: int, rule: EarlyStop | None) -> None:
         self._num_samples = num_samples
         self._rule = rule
 
@@ -42,11 +45,13 @@ class SelfConsistency:
         num_left = self._num_samples - num_ended
         if not num_left:
             return f"all {self._num_samples} samples have ended"
+        if self._rule is None:
+            return ""
         if first > second + num_left:
             return f"no other answer can reach {first} votes"
         confidence = self._rule.confidence
         if confidence is None:
-            for window in self._windows(steps):
+            for window in _windows(steps, self._rule.window):
                 if len(window) == self._rule.window and _agree(window):
                     return f"{len(window)} samples in a row agree"
         elif first and leads(first, second) >= confidence:
@@ -55,14 +60,12 @@ class SelfConsistency:
 
     def _num_more(self, steps: Sequence[ReasoningStep], num_running: int) -> int:
         """How many samples may start, if there are so many."""
+        if self._rule is None:
+            return self._num_samples
         window = self._rule.window
         if self._rule.confidence is not None:
             return max(0, window - num_running)
-        return window if not steps or _cannot_agree(self._windows(steps)[-1]) else 0
-
-    def _windows(self, steps: Sequence[ReasoningStep]) -> list[Sequence[ReasoningStep]]:
-        size = self._rule.window
-        return [steps[start : start + size] for start in range(0, len(steps), size)]
+        return window if not steps or _cannot_agree(_windows(steps, window)[-1]) else 0
 
 
 def leads(first: int, second: int) -> float:
@@ -73,6 +76,10 @@ def leads(first: int, second: int) -> float:
     """
     total = first + second + 1
     return ldexp(sum(comb(total, count) for count in range(first + 1)), -total)
+
+
+def _windows(steps: Sequence[ReasoningStep], size: int) -> list[Sequence[ReasoningStep]]:
+    return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
 def _agree(window: Sequence[ReasoningStep]) -> bool:

@@ -140,21 +140,3 @@ class CoTAccelerator(Protocol):
         """What follows, given all steps that have been started, in order of their index.
 
         Without enough to go on it says `CONTINUE`: doing nothing is always right."""
-
-
-class AccelController(Protocol):
-    """What of `accel` is on, for which request, at this load. Asked once per request and once per step.
-
-    It switches; it constructs nothing. What is not configured is off, and asking for it is answered with
-    False.
-    """
-
-    def use_speculation(self, request_id: str, num_running: int) -> bool: ...
-
-    def use_cot(self, request_id: str) -> bool: ...
-
-    def kv_profile(self, phase: str) -> str | None:
-        """The KV quantization profile for 'prefill' or 'decode'. None: the model's own format."""
-
-    def report(self) -> dict[str, float]:
-        """Figures by name since the start: acceptance rate, tokens saved, bytes saved, ..."""

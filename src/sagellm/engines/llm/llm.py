@@ -31,6 +31,7 @@ from sagellm.core.types import (
     SamplingParams,
     Tokens,
 )
+from sagellm.engines.llm.accelerations import Accelerations
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
 from sagellm.engines.llm.options import Hints, RequestOptions
 from sagellm.engines.llm.probes import EarlyExits, ProbedReasoning
@@ -83,7 +84,8 @@ class LLM:
     """An engine with a tokenizer. As a context manager it is closed at the end.
 
     Synchronous, and for one thread; `encode` and `resolve` alone are thread-safe. `defaults`: sampling
-    parameters by name, from generation_config.json, for what a request leaves open.
+    parameters by name, from generation_config.json, for what a request leaves open. `accelerations` says what
+    is on and what it has saved.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class LLM:
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
         self._closed = False
+        self.accelerations = Accelerations(getattr(engine, "speculation", None))
 
     def __repr__(self) -> str:
         return f"<LLM {self.model_name!r}, context of {self.max_model_len} tokens>"
@@ -423,7 +426,7 @@ class LLM:
             opened.reasoning = ReasoningTracker.behind(prompt, markers, self.tokenizer.eos_token_ids)
         if options.early_stop is not None:
             end = self.tokenizer.decode(markers[1:], skip_special_tokens=False)
-            opened.samples = VotedSamples(requests, options.early_stop, end)
+            opened.samples = VotedSamples(requests, options.early_stop, self.accelerations, end)
             requests = opened.samples.start(opened.samples.plan().num_to_start)
         try:
             for request in requests:

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from sagellm.accel.cot.answers import answer_of
-from sagellm.accel.cot.self_consistency import SelfConsistency
-from sagellm.core.protocols.cot import CoTAccelerator, CoTPlan, EarlyStop, ReasoningStep
+from sagellm.core.protocols.acceleration import AccelController
+from sagellm.core.protocols.cot import CoTPlan, EarlyStop, ReasoningStep
 from sagellm.core.types import Request
+from sagellm.engines.llm.accelerations import EARLY_STOP
 from sagellm.engines.llm.completion import Consensus
 
 
@@ -18,10 +19,13 @@ class VotedSamples:
     `reasoning_end`: the text that ends reasoning, which is no answer.
     """
 
-    def __init__(self, requests: Sequence[Request], rule: EarlyStop, reasoning_end: str) -> None:
+    def __init__(
+        self, requests: Sequence[Request], rule: EarlyStop, accel: AccelController, reasoning_end: str
+    ) -> None:
         self._waiting = deque(requests)
         self._num_samples = len(requests)
-        self._policy: CoTAccelerator = SelfConsistency(len(requests), rule)
+        self._accel = accel
+        self._policy = accel.early_stop(len(requests), rule)
         self._reasoning_end = reasoning_end
         self._texts: list[list[str]] = []
         self._steps: list[ReasoningStep] = []
@@ -47,8 +51,10 @@ class VotedSamples:
         return self._policy.accelerate_cot(self._steps)
 
     def consensus(self, plan: CoTPlan) -> Consensus:
-        """The result, by the plan that concludes the request."""
+        """The result, by the plan that concludes the request. It is counted as saved."""
         num_used = sum(step.has_ended for step in self._steps)
+        saved, aborted = self._num_samples - num_used, len(self._steps) - num_used
+        self._accel.count(EARLY_STOP, saved={"samples": saved}, spent={"aborted samples": aborted})
         return Consensus(
             num_samples=self._num_samples,
             num_started=len(self._steps),
