@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,21 +13,19 @@ import pytest
 from sagellm.core.clock import ManualClock
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.build import load
-from sagellm.engines.llm import LLM, RequestOptions
-from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.serving.next_turns import (
+from sagellm.engines.llm import LLM, Completion, RequestOptions
+from sagellm.engines.llm.next_turns import (
     CHUNK_S,
     MAX_TURNS,
     MIN_CHUNK_TOKENS,
     NEXT_TURN,
     NextTurn,
     NextTurns,
-    marks_reasoning,
     turn_behind,
 )
-from sagellm.serving.prompts import PromptEncoder
+from sagellm.engines.simulator import TokenMemoryBackend
 from tests.builders import fake_engine
-from tests.scripted_engine import ScriptedEngine, toy_tokenizer
+from tests.scripted_engine import toy_tokenizer
 from tests.serving.live import Live, serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -275,34 +273,36 @@ def test_the_old_answer_is_evicted_before_what_others_have_cached() -> None:
     assert index.lookup(fresh).num_tokens == len(fresh)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "output", "found"),
-    [
-        ("hi", "hello", False),
-        ("hi", "<think>a</think>b", True),
-        ("<think>a", "b", True),
-        ("<think>a</think>b</s>hi", "b", False),
-    ],
-)
-def test_only_markers_of_this_turn_count(prompt: str, output: str, found: bool) -> None:
-    llm = LLM(ScriptedEngine(lambda request: [1]), TOKENIZER, model_name="toy", max_model_len=64)
-    end = next(iter(TOKENIZER.eos_token_ids))
-    tokens: list[int] = []
-    for part in prompt.split("</s>"):
-        tokens += [*TOKENIZER.encode(part), end]
-    assert marks_reasoning(Tokens(tokens[:-1]), TOKENIZER.encode(output).tolist(), llm) is found
+def completion(text: str, token_ids: Iterable[int]) -> Completion:
+    answer = Completion.empty("x", 1)
+    answer.choices[0].text, answer.choices[0].token_ids = text, list(token_ids)
+    return answer
 
 
-def test_a_prompt_that_is_cached_already_has_no_turn(template: str) -> None:
-    with load(None, {"model.chat_template": template, "kv.num_blocks": 64}) as llm:
-        encoder = PromptEncoder(llm)
-        options = RequestOptions(llm.sampling_params())
-        cached = llm.encode([QUESTION, {"role": "assistant", "content": "12"}, FOLLOWING])
-        assert turn_behind(encoder, [QUESTION], {}, cached, "12", options, 16) is None
-        prompt = llm.encode([QUESTION])
-        found = turn_behind(
-            encoder, [QUESTION], {}, prompt, "<think>" + "a b " * 9 + "</think>" + "12 " * 40, options, 16
-        )
-        assert found is not None
-        assert found.num_known == len(prompt)
-        assert llm.tokenizer.decode(found.tokens).count("12 ") == 40
+@pytest.fixture(scope="module")
+def stripping(template: str) -> Iterator[LLM]:
+    with load(None, {"model.chat_template": template, "kv.num_blocks": 32, "kv.block_size": 64}) as llm:
+        yield llm
+
+
+def behind(llm: LLM, text: str, output: str = "", prompt: str = "") -> NextTurn | None:
+    """The turn behind `text`; the model drew `output`, and the template ended the prompt with `prompt`."""
+    encode = llm.tokenizer.encode
+    tokens = Tokens([*llm.encode([QUESTION]), *encode(prompt)])
+    options = RequestOptions(llm.sampling_params(), tenant="a")
+    return turn_behind(llm, tokens, [QUESTION], {}, completion(text, encode(output or text)), options)
+
+
+def test_only_an_answer_whose_reasoning_is_left_out_has_a_turn(stripping: LLM) -> None:
+    reasoning, answer = "<think>" + "1 2 3 " * 9 + "</think>", "12 " * 40
+    found = behind(stripping, reasoning + answer)
+    assert found is not None
+    assert found.options.tenant == "a"
+    assert found.num_known == len(stripping.encode([QUESTION]))
+    text = stripping.tokenizer.decode(found.tokens)
+    assert (text.count("12 "), text.count("1 2 3 ")) == (40, 0)
+    assert behind(stripping, answer) is None, "it has no reasoning"
+    assert behind(stripping, "<think>1 2</think>") is None, "no block is left of it"
+    emptied = behind(stripping, answer, prompt="<think></think>")
+    assert emptied is not None, "the template had closed the reasoning itself"
+    assert emptied.tokens == found.tokens

@@ -75,7 +75,10 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     def measure(
         names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
     ) -> None:
-        if name in ("fusion", "collectives", "interconnect", "parallel") and find_spec("torch") is None:
+        if (
+            name in ("fusion", "collectives", "interconnect", "parallel", "cot")
+            and find_spec("torch") is None
+        ):
             raise MissingExtraError(f"bench micro {name}", "native")
         from sagellm.benchmarks.micro.cases import MicroBenchPlan
         from sagellm.benchmarks.micro.peers import parse_peers
@@ -223,6 +226,16 @@ _add_micro(
     Sections: p, a prompt is taken in; s, a step; e, an output comes to the shared ones; m, bytes per token;
     r, recorded answers, without a model, from the folder that SAGELLM_TRACES names; a, an engine with random
     weights, by acceptance, batch and number of proposed tokens, which takes ten minutes.
+    """,
+)
+_add_micro(
+    "cot",
+    "model",
+    "Models, as a,b; demo or a folder; default: demo.",
+    """Measure what accelerations of reasoning save, with accuracy and cost beside the saving.
+
+    Sections: b, budgets of reasoning; s, samples that end once they agree, beside all of them; t, the first
+    token of a chat's second turn, computed ahead and not. --repeats is the number of questions.
     """,
 )
 

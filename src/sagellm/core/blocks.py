@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sagellm.core.types import Tokens
 
 
 class Tier(StrEnum):
@@ -21,3 +25,10 @@ NO_PAGE = -1
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up: how many blocks of `divisor` tokens hold `dividend` tokens."""
     return -(-dividend // divisor)
+
+
+def num_common(tokens: Tokens, others: Tokens) -> int:
+    """Leading tokens that both have."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    shorter = min(len(tokens), len(others))
+    return next((position for position, (left, right) in pairs if left != right), shorter)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from sagellm.core.blocks import num_common
 from sagellm.core.types import Tokens
 from sagellm.serving.cache_facts import CacheEviction
 
@@ -38,13 +39,6 @@ class ComparedRequest:
     system: bytes = b""
     tools: bytes = b""
     settings: Mapping[str, bytes] = field(default_factory=dict)
-
-
-def num_common(tokens: Tokens, others: Tokens) -> int:
-    """Leading tokens that both have."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    shorter = min(len(tokens), len(others))
-    return next((position for position, (left, right) in pairs if left != right), shorter)
 
 
 def openai_diagnostics(earlier: ComparedRequest | None, later: ComparedRequest) -> dict[str, Any]:

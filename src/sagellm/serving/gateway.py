@@ -18,11 +18,11 @@ from sagellm.core.errors import RequestError
 from sagellm.core.protocols.engine import RANKS_END_S
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, Completion, RequestOptions, TextDelta
+from sagellm.engines.llm.next_turns import NextTurn, NextTurns
 from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused, answered
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
-from sagellm.serving.next_turns import NextTurn, NextTurns
 
 log = logging.getLogger("sagellm.serving")
 

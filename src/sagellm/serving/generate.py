@@ -12,16 +12,16 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from sagellm.core.blocks import num_common
 from sagellm.core.errors import RequestError, UnsupportedParameterError
 from sagellm.core.types import Retention, SamplingParams, Tokens
 from sagellm.engines.llm import Completion, RequestOptions, Usage
+from sagellm.engines.llm.next_turns import turn_behind
 from sagellm.serving.access_log import record_of
 from sagellm.serving.answers import AnswerHead, ChatReply, CompletionReply, Reply
-from sagellm.serving.cache_diagnostics import num_common
 from sagellm.serving.clients import client_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
-from sagellm.serving.next_turns import marks_reasoning, turn_behind
 from sagellm.serving.prompt_cache import Messages, breakpoints
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
@@ -90,13 +90,8 @@ class GenerationRoutes:
     def _expect_turn(
         self, body: ChatRequest, prompt: Tokens, options: RequestOptions, answer: Completion
     ) -> None:
-        """Have the next turn computed if the answer has reasoning, which its prompt may leave out."""
-        output, schema = answer.choices[0].token_ids, self.gateway.llm.capability().kv_schema
-        if schema is None or not marks_reasoning(prompt, output, self.gateway.llm):
-            return
-        answered = Tokens([*prompt, *output])
-        asked = body.messages, body.template_options(), answered, answer.text, options, schema.block_size
-        self.gateway.expect_turn(lambda: turn_behind(self.encoder, *asked))
+        asked, variables = (prompt, body.messages), body.template_options()
+        self.gateway.expect_turn(lambda: turn_behind(self.gateway.llm, *asked, variables, answer, options))
 
     def _kept(
         self,

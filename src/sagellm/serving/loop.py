@@ -14,8 +14,8 @@ from sagellm.core.errors import EngineFailedError, RequestError, SageError
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
+from sagellm.engines.llm.next_turns import NextTurn, NextTurns
 from sagellm.serving.errors import CallError
-from sagellm.serving.next_turns import NextTurn, NextTurns
 
 log = logging.getLogger("sagellm.serving")
 

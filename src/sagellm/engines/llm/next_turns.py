@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sagellm.core.blocks import num_common
 from sagellm.core.clock import Clock
 from sagellm.core.errors import RequestError
 from sagellm.core.protocols.tokenizer import Message
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.llm import LLM, RequestOptions, TextDelta
-from sagellm.serving.cache_diagnostics import num_common
-from sagellm.serving.prompts import PromptEncoder
+from sagellm.engines.llm.completion import Completion, TextDelta
+from sagellm.engines.llm.llm import LLM, RequestOptions
 
 NEXT_TURN = "next_turn"
 """Its name among the accelerations."""
@@ -60,40 +60,44 @@ class NextTurn:
         return tenant == self.options.tenant and tokens.tobytes().startswith(self.tokens.tobytes())
 
 
-def marks_reasoning(prompt: Tokens, output: Sequence[int], llm: LLM) -> bool:
+def turn_behind(
+    llm: LLM,
+    prompt: Tokens,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    answer: Completion,
+    options: RequestOptions,
+) -> NextTurn | None:
+    """The turn behind the first choice of an answer to `messages`, whose tokens are `prompt`.
+
+    None where its prompt begins with blocks that are cached already, and for an answer without reasoning.
+    `variables` are those of the template. For any thread; takes as long as encoding two prompts. Raises
+    `RequestError` where the template refuses the messages.
+    """
+    schema, output = llm.capability().kv_schema, answer.choices[0].token_ids
+    if schema is None or not _marks_reasoning(prompt, output, llm):
+        return None
+    said = [*messages, {"role": "assistant", "content": answer.text}]
+    first, second = (
+        llm.encode([*said, {"role": "user", "content": text}], template_options=variables)
+        for text in _USER_TEXTS
+    )
+    tokens, answered = Tokens(first.slice(0, num_common(first, second))), Tokens([*prompt, *output])
+    num_known = num_common(tokens, answered)
+    if len(tokens) // schema.block_size <= num_known // schema.block_size:
+        return None
+    params = SamplingParams(temperature=0, max_tokens=0)
+    own = RequestOptions(params, tenant=options.tenant, service_class=options.service_class)
+    return NextTurn(tokens, answered, num_known, own, num_known)
+
+
+def _marks_reasoning(prompt: Tokens, output: Sequence[int], llm: LLM) -> bool:
     """Whether an answer, or the last turn of its prompt, has a marker of reasoning."""
     markers, ends = llm.tokenizer.reasoning_token_ids, llm.tokenizer.eos_token_ids
     if any(token_id in markers for token_id in output):
         return True
     last = itertools.takewhile(lambda token_id: token_id not in ends, reversed(prompt.slice(0)))
     return any(token_id in markers for token_id in last)
-
-
-def turn_behind(
-    encoder: PromptEncoder,
-    messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    answered: Tokens,
-    answer: str,
-    options: RequestOptions,
-    block_size: int,
-) -> NextTurn | None:
-    """The turn behind an answer to `messages`; None where its prompt begins with what is cached already.
-
-    `answered`: the tokens of the prompt and the answer, which are cached in blocks of `block_size`. For a
-    worker thread. Raises `RequestError` where the template refuses the messages or they have become too long.
-    """
-    said = [*messages, {"role": "assistant", "content": answer}]
-    first, second = (
-        encoder.chat([*said, {"role": "user", "content": text}], variables) for text in _USER_TEXTS
-    )
-    tokens = Tokens(first.slice(0, num_common(first, second)))
-    num_known = num_common(tokens, answered)
-    if len(tokens) // block_size <= num_known // block_size:  # whole blocks are cached
-        return None
-    params = SamplingParams(temperature=0, max_tokens=0)
-    own = RequestOptions(params, tenant=options.tenant, service_class=options.service_class)
-    return NextTurn(tokens, answered, num_known, own, num_known)
 
 
 class NextTurns:
