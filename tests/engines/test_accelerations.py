@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.errors import RequestError
-from sagellm.core.protocols.cot import EarlyStop
+from sagellm.core.protocols.cot import EarlyExit, EarlyStop
 from sagellm.core.types import FinishReason, SamplingParams
-from sagellm.engines.llm import LLM
-from sagellm.engines.llm.accelerations import EARLY_STOP, SPECULATION
+from sagellm.engines.llm import LLM, RequestOptions
+from sagellm.engines.llm.accelerations import EARLY_EXIT, EARLY_STOP, SPECULATION
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from tests.builders import fake_engine
+from tests.engines.test_early_exit import Muses, demo_tokenizer
 from tests.engines.test_early_stop import llm_of, vote
 from tests.engines.test_speculation import Scripted
 from tests.scripted_engine import toy_tokenizer
@@ -34,7 +35,7 @@ def generated(llm: LLM) -> list[int]:
 def test_early_stop_reports_samples_and_off_means_that_all_run() -> None:
     llm, engine = llm_of(["7"] * 8)
     vote(llm, 8, EarlyStop(3))
-    [report] = llm.accelerations.report()
+    report = llm.accelerations.report()[0]
     assert (report.name, report.is_on, report.is_exact) == (EARLY_STOP, True, False)
     assert (report.saved, report.spent) == ({"samples": 5}, {"aborted samples": 0})
     llm.accelerations.switch(EARLY_STOP, on=False)
@@ -44,7 +45,7 @@ def test_early_stop_reports_samples_and_off_means_that_all_run() -> None:
     assert [choice.finish_reason for choice in completion.choices] == [FinishReason.STOP] * 8
     assert completion.consensus is not None
     assert (completion.consensus.num_votes, completion.consensus.num_used) == (8, 8)
-    [report] = llm.accelerations.report()
+    report = llm.accelerations.report()[0]
     assert (report.is_on, report.saved) == (False, {"samples": 5})
     llm.accelerations.switch(EARLY_STOP, on=True)
     assert vote(llm, 8, EarlyStop(3)).consensus != completion.consensus
@@ -60,7 +61,7 @@ def test_speculation_is_switched_between_steps_and_changes_no_token() -> None:
     llm.clear_cache()
     assert generated(llm) == on
     assert speculation.num_proposed == num_proposed
-    report = llm.accelerations.report()[1]
+    report = llm.accelerations.report()[2]
     assert (report.name, report.is_exact) == (SPECULATION, True)
     assert report.saved["tokens"] + report.spent["tokens"] == num_proposed
     llm.accelerations.switch(SPECULATION, on=True)
@@ -74,3 +75,24 @@ def test_what_is_not_configured_is_off_and_cannot_be_switched() -> None:
     for name in (SPECULATION, "earlystop", ""):
         with pytest.raises(RequestError, match="early_stop"):
             llm.accelerations.switch(name, on=True)
+
+
+def test_early_exit_off_computes_the_reasoning_in_full() -> None:
+    engine = fake_engine(Muses(num_blocks=200), max_batched_tokens=256)
+    llm = LLM(engine, demo_tokenizer(), model_name="toy", max_model_len=engine.max_model_len)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    rule = EarlyExit(None, 2, every=4, at="token", probe="", max_probe_tokens=8)
+    probed = RequestOptions(params, early_exit=rule)
+    prompts = [[2, *range(30, 30 + number), 766] for number in range(12)]
+    choices = [completion.choices[0] for completion in llm.generate(prompts, probed)]
+    exits = [choice.exit for choice in choices if choice.exit is not None]
+    assert len(exits) == 12
+    closed = sum(found.ended_at is not None for found in exits)
+    assert closed > 0
+    report = {each.name: each for each in llm.accelerations.report()}[EARLY_EXIT]
+    assert report.saved == {"reasoning closed": closed}
+    assert report.spent == {"tokens": sum(found.num_probe_tokens for found in exits)}
+    llm.accelerations.switch(EARLY_EXIT, on=False)
+    plain = [completion.choices[0].text for completion in llm.generate(prompts, params)]
+    assert [completion.choices[0].text for completion in llm.generate(prompts, probed)] == plain
+    assert plain != [choice.text for choice in choices]

@@ -32,7 +32,6 @@ from sagellm.core.protocols.tokenizer import Message
 from sagellm.core.types import FinishReason
 from sagellm.engines.build import load
 from sagellm.engines.llm import LLM, Completion, RequestOptions
-from sagellm.engines.llm.accelerations import Accelerations
 from sagellm.engines.llm.next_turns import NextTurns, turn_behind
 
 DEMO = "demo"
@@ -187,7 +186,6 @@ def _second_turn(
 ) -> tuple[float, float, float]:
     """Seconds to the first token; tokens that were computed before; cached tokens of the prompt."""
     llm.clear_cache()
-    llm.accelerations = Accelerations(None)
     one_token = RequestOptions(llm.sampling_params(temperature=0, max_tokens=1))
     prompt = llm.encode(messages)
     llm.generate([[*prompt, *answer.choices[0].token_ids]], one_token)

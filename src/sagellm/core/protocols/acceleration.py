@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sagellm.core.protocols.cot import CoTAccelerator, EarlyStop
+from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class AccelController(Protocol):
 
     def early_stop(self, num_samples: int, rule: EarlyStop) -> CoTAccelerator:
         """Decides which samples of a request run; all of them where `early_stop` is off."""
+
+    def early_exit(self, rule: EarlyExit) -> CoTAccelerator:
+        """Decides when the reasoning of a choice is closed. Asked while `early_exit` is on."""
 
     def count(
         self, name: str, *, saved: Mapping[str, float] | None = None, spent: Mapping[str, float] | None = None

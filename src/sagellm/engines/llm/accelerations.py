@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sagellm.accel.cot.early_exit import ProbeExit
 from sagellm.accel.cot.self_consistency import SelfConsistency
 from sagellm.core.errors import RequestError, nearest
 from sagellm.core.protocols.acceleration import AccelReport
-from sagellm.core.protocols.cot import CoTAccelerator, EarlyStop
+from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop
 from sagellm.engines.speculation import Speculation
 
-SPECULATION, EARLY_STOP = "speculation", "early_stop"
+SPECULATION, EARLY_STOP, EARLY_EXIT = "speculation", "early_stop", "early_exit"
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Accelerations:
 
     def __init__(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
-        self._known = {EARLY_STOP: _Acceleration(is_exact=False)}
+        self._known = {name: _Acceleration(is_exact=False) for name in (EARLY_STOP, EARLY_EXIT)}
         if speculation is not None:
             self.add(SPECULATION, is_exact=True)
 
@@ -53,6 +54,9 @@ class Accelerations:
 
     def early_stop(self, num_samples: int, rule: EarlyStop) -> CoTAccelerator:
         return SelfConsistency(num_samples, rule if self.is_on(EARLY_STOP) else None)
+
+    def early_exit(self, rule: EarlyExit) -> CoTAccelerator:
+        return ProbeExit(rule)
 
     def count(
         self, name: str, *, saved: Mapping[str, float] | None = None, spent: Mapping[str, float] | None = None

@@ -31,7 +31,7 @@ from sagellm.core.types import (
     SamplingParams,
     Tokens,
 )
-from sagellm.engines.llm.accelerations import Accelerations
+from sagellm.engines.llm.accelerations import EARLY_EXIT, Accelerations
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
 from sagellm.engines.llm.options import Hints, RequestOptions
 from sagellm.engines.llm.probes import EarlyExits, ProbedReasoning
@@ -106,11 +106,11 @@ class LLM:
         self._clock = clock or engine.clock
         self._open: dict[str, _OpenRequest] = {}
         self._by_engine_id: dict[str, _OpenRequest] = {}
-        self._early_exits = EarlyExits(engine, tokenizer)
+        self.accelerations = Accelerations(getattr(engine, "speculation", None))
+        self._early_exits = EarlyExits(engine, tokenizer, self.accelerations)
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
         self._closed = False
-        self.accelerations = Accelerations(getattr(engine, "speculation", None))
 
     def __repr__(self) -> str:
         return f"<LLM {self.model_name!r}, context of {self.max_model_len} tokens>"
@@ -446,8 +446,9 @@ class LLM:
         reasoning = None if opened.reasoning is None else replace(opened.reasoning)
         stream = TextStream(self.tokenizer, params, stop_ids, request.tokens, reasoning)
         opened.streams[request.request_id] = stream
-        if opened.early_exit is not None and opened.reasoning is not None:
-            probed = self._early_exits.open(request, opened.early_exit, replace(opened.reasoning))
+        rule = opened.early_exit if self.accelerations.is_on(EARLY_EXIT) else None
+        if rule is not None and opened.reasoning is not None:
+            probed = self._early_exits.open(request, rule, replace(opened.reasoning))
             opened.probed[request.request_id] = probed
 
     def _voted(self, opened: _OpenRequest, deltas: list[TextDelta]) -> list[TextDelta]:

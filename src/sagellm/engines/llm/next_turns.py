@@ -21,7 +21,8 @@ from sagellm.core.errors import RequestError
 from sagellm.core.protocols.tokenizer import Message
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm.completion import Completion, TextDelta
-from sagellm.engines.llm.llm import LLM, RequestOptions
+from sagellm.engines.llm.llm import LLM
+from sagellm.engines.llm.options import RequestOptions
 
 NEXT_TURN = "next_turn"
 """Its name among the accelerations."""

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from sagellm.accel.cot.answers import answer_of
-from sagellm.accel.cot.early_exit import ProbeExit, ProbePoints, completes_answer, confidence_of
+from sagellm.accel.cot.early_exit import ProbePoints, completes_answer, confidence_of
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError, RequestError
+from sagellm.core.protocols.acceleration import AccelController
 from sagellm.core.protocols.cot import CoTAccelerator, CoTPlan, EarlyExit, ReasoningStep, StepAction
 from sagellm.core.protocols.engine import BranchingEngine, EngineCore
 from sagellm.core.protocols.tokenizer import TextTokenizer, TokenStream
 from sagellm.core.types import Request, RequestOutput, SamplingParams
+from sagellm.engines.llm.accelerations import EARLY_EXIT
 from sagellm.engines.llm.completion import ReasoningExit
 
 MAX_IN_FLIGHT = 4
@@ -52,14 +54,19 @@ class ProbedReasoning:
     """
 
     def __init__(
-        self, request: Request, rule: EarlyExit, reasoning: ReasoningTracker, tokenizer: TextTokenizer
+        self,
+        request: Request,
+        rule: EarlyExit,
+        policy: CoTAccelerator,
+        reasoning: ReasoningTracker,
+        tokenizer: TextTokenizer,
     ) -> None:
         self.request = request
         self.engine_id = request.request_id
         self.num_probe_tokens = 0
         self.probes: deque[_Probe] = deque()
         self._rule = rule
-        self._policy: CoTAccelerator = ProbeExit(rule)
+        self._policy = policy
         self._points = ProbePoints(rule)
         self._reasoning = reasoning
         self._tokenizer = tokenizer
@@ -182,8 +189,8 @@ class ProbedReasoning:
 class EarlyExits:
     """Owns the probes of an `LLM` and the choices that they belong to."""
 
-    def __init__(self, engine: EngineCore, tokenizer: TextTokenizer) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineCore, tokenizer: TextTokenizer, accel: AccelController) -> None:
+        self._engine, self._accel = engine, accel
         self._branches: BranchingEngine | None = engine if isinstance(engine, BranchingEngine) else None
         self._tokenizer = tokenizer
         self._by_engine_id: dict[str, ProbedReasoning] = {}
@@ -195,7 +202,7 @@ class EarlyExits:
 
     def open(self, request: Request, rule: EarlyExit, reasoning: ReasoningTracker) -> ProbedReasoning:
         """Begin to probe a choice that has been added to the engine."""
-        probed = ProbedReasoning(request, rule, reasoning, self._tokenizer)
+        probed = ProbedReasoning(request, rule, self._accel.early_exit(rule), reasoning, self._tokenizer)
         self._by_engine_id[request.request_id] = probed
         return probed
 
@@ -225,6 +232,10 @@ class EarlyExits:
         if probed is None:
             return
         self._abort_probes(probed)
+        outcome = probed.outcome
+        closed = int(outcome.ended_at is not None)
+        spent = {"tokens": outcome.num_probe_tokens}
+        self._accel.count(EARLY_EXIT, saved={"reasoning closed": closed}, spent=spent)
         if probed.engine_id != choice_id:
             del self._by_engine_id[probed.engine_id]
             self._engine.abort(probed.engine_id)
