@@ -295,6 +295,9 @@ class ServerConfig(Section):
     prefill_next_turn: bool = key(
         True, "compute what a chat's next turn begins with, without its reasoning, while the engine idles"
     )
+    remembered_tokens: int = key(
+        2**20, "tokens of the last answers that branch_from may go on from; 0: none", ge=0, le=2**30
+    )
     max_priority: int | None = key(
         0, "highest priority that a request may ask for (any may ask for less); none: any"
     )

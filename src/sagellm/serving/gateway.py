@@ -19,6 +19,7 @@ from sagellm.core.protocols.engine import RANKS_END_S
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, Completion, RequestOptions, TextDelta
 from sagellm.engines.llm.next_turns import NextTurn, NextTurns
+from sagellm.serving.branches import RecentCompletions
 from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused, answered
@@ -161,6 +162,7 @@ class Gateway:
         self.next_turns: NextTurns | None = None
         if settings.prefill_next_turn and llm.tokenizer.reasoning_token_ids and not self._is_fleet:
             self.next_turns = NextTurns(llm, self._clock)
+        self.recent = RecentCompletions(settings.remembered_tokens)
         self._loop = EngineLoop(llm, self._deliver, self.next_turns)
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics = ServerMetrics(
@@ -223,7 +225,7 @@ class Gateway:
         self.load.check_tokens(client, sum(sizes), self.llm.max_model_len)
         generation = Generation(self, len(prompts))
         options = replace(options, client=(*client, generation.generation_id))
-        now_s = self._clock.now()
+        now_s, opened = self._clock.now(), list[str]()
         for position, (tokens, num_tokens) in enumerate(zip(prompts, sizes, strict=True)):
             request_id = f"http-{next(self._ids)}"
             times = RequestTimes(now_s)
@@ -231,7 +233,9 @@ class Gateway:
             self._open[request_id] = _OpenRequest(generation, position, n, times, client, num_tokens)
             self.load.enter(client, n, num_tokens)
             generation.request_ids.add(request_id)
+            opened.append(request_id)
             self._loop.submit(request_id, tokens, options)
+        self.recent.open(generation.generation_id, options.tenant, n, prompts, opened)
         return generation
 
     async def call(self, do: Callable[[LLM], T]) -> T:
@@ -399,6 +403,7 @@ class Gateway:
             return
         self._mark_started(entry)
         self.metrics.on_delta(delta, entry.times, now_s)
+        self.recent.add(entry.generation.generation_id, entry.position, delta)
         if delta.error is not None:
             self._loop.abort(delta.request_id)
             error = GenerationError(delta.error)

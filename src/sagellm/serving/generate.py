@@ -69,6 +69,11 @@ class GenerationRoutes:
         n, prompts = options.params.n, body.prompts()
         self.gateway.check_room(len(prompts), n, options.client)
         tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
+        if body.branch_from is not None:
+            branch = self.gateway.recent.find(body.branch_from, options.tenant)
+            behind = prompts[0] if isinstance(prompts[0], list) else await self._behind(prompts[0])
+            tokens = [Tokens([*branch.tokens, *behind])]
+            options = replace(options, branch_of=branch.parent)
         echoes = [""] * len(prompts)
         if body.echo:
             decode = self.gateway.llm.tokenizer.decode
@@ -86,6 +91,9 @@ class GenerationRoutes:
         settings = self.gateway.settings
         client = client_of(request, body.user, trust_user=settings.trust_user)
         return body, body.options(self.gateway.llm, settings, client)
+
+    async def _behind(self, text: str) -> Tokens:
+        return await run_in_threadpool(lambda: self.encoder.text(text, add_special_tokens=False))
 
     def _expect_turn(
         self, body: ChatRequest, prompt: Tokens, options: RequestOptions, answer: Completion

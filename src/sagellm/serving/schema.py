@@ -38,6 +38,7 @@ from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
 from sagellm.core.protocols.cot import EarlyExit, EarlyStop
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
+from sagellm.serving.branches import BranchFields
 from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 from sagellm.serving.other_names import ENDPOINT_OF, OF_OTHER_SERVERS, RENAMED
@@ -394,6 +395,7 @@ class CompletionRequest(GenerationFields):
     prompt: Any
     logprobs: int | None = None
     echo: bool | None = None
+    branch_from: BranchFields | None = None
 
     fewest_tokens = 0
 
@@ -401,7 +403,9 @@ class CompletionRequest(GenerationFields):
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-        self.prompts()
+        prompts = self.prompts()
+        if self.branch_from is not None and (self.echo or len(prompts) > 1):
+            raise RequestError("branch_from takes one prompt, which may be empty, and no echo", "branch_from")
         return self
 
     def prompts(self) -> list[str | list[int]]:

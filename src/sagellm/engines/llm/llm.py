@@ -13,6 +13,7 @@ from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedPar
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.cot import EarlyExit, StepAction
 from sagellm.core.protocols.engine import (
+    BranchingEngine,
     EngineCore,
     EngineDiagnostics,
     EngineStats,
@@ -47,13 +48,14 @@ class _OpenRequest:
     """A request as its caller sees it: `n` engine requests over one prompt.
 
     `streams`: of the engine requests that have been started, by id. `samples`: with `early_stop`; `probed`:
-    with `early_exit`, by id.
+    with `early_exit`, by id. `parent_id`: the engine request that it branches from.
     `reasoning`: at the end of the prompt, for models that mark it.
     """
 
     request_id: str
     num_prompt_tokens: int
     early_exit: EarlyExit | None = None
+    parent_id: str | None = None
     samples: VotedSamples | None = None
     reasoning: ReasoningTracker | None = None
     streams: dict[str, TextStream] = field(default_factory=dict)
@@ -419,6 +421,7 @@ class LLM:
         if taken or request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
         opened = _OpenRequest(request_id, len(requests[0].tokens), options.early_exit)
+        opened.parent_id = self._running(options.branch_of)
         self._open[request_id] = opened
         markers = requests[0].params.reasoning_token_ids or self.tokenizer.reasoning_token_ids
         if markers:
@@ -435,11 +438,22 @@ class LLM:
             self.abort(request_id)
             raise
 
+    def _running(self, choice: tuple[str, int] | None) -> str | None:
+        """The engine's id of a request's choice, if that runs."""
+        request_id, index = choice or ("", 0)
+        names = list(self._open[request_id].streams) if request_id in self._open else []
+        engine_id = names[index] if index < len(names) else None
+        return engine_id if engine_id in self._by_engine_id else None
+
     def _start(self, opened: _OpenRequest, request: Request) -> None:
         params = request.params
         if params.max_tokens == 0:  # computing a prompt draws a token, which the text stream drops
             request = replace(request, params=replace(params, max_tokens=1))
-        self._engine.add(request)
+        if opened.parent_id is not None and isinstance(self._engine, BranchingEngine):
+            group = request.group or request.request_id
+            self._engine.branch(opened.parent_id, replace(request, group=group))
+        else:
+            self._engine.add(request)
         self._by_engine_id[request.request_id] = opened
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)

@@ -30,6 +30,8 @@ class RequestOptions:
     `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
     `early_stop` starts the `n` choices in windows, and no more once their answers agree; `early_exit` closes
     the reasoning of each once probes know its answer.
+    `branch_of` names a request and a choice that may still run and whose tokens begin the prompt: the KV of
+    them that is computed is shared at once, to the token.
 
     Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
     """
@@ -48,6 +50,7 @@ class RequestOptions:
     approximate_reuse: bool = False
     early_stop: EarlyStop | None = None
     early_exit: EarlyExit | None = None
+    branch_of: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         params: object = self.params
