@@ -10,47 +10,18 @@ is that of the majority of the answers.
 from __future__ import annotations
 
 import argparse
-import operator
-import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from sagellm.accel.cot.answers import answer_of
+from sagellm.benchmarks.micro.cot import Question, majority, questions
 from sagellm.core.protocols.cot import EarlyStop
-from sagellm.core.protocols.tokenizer import Message
-from sagellm.core.types import FinishReason
 from sagellm.engines.build import load
-from sagellm.engines.llm import LLM, Completion, RequestOptions
+from sagellm.engines.llm import LLM, RequestOptions
 
 RULES = (EarlyStop(2), EarlyStop(4), EarlyStop(8), EarlyStop(4, 0.9), EarlyStop(4, 0.95), EarlyStop(4, 0.99))
-KINDS: Mapping[str, tuple[Callable[[int, int], int], int, int]] = {
-    "+": (operator.add, 1000, 1000),
-    "-": (operator.sub, 1000, 1000),
-    "*": (operator.mul, 100, 10),
-}
-"""By sign: the operation, and the bounds of its operands."""
 
 
-def questions(count: int, seed: int) -> list[tuple[Sequence[Message], str]]:
-    """Each as a chat, with its right answer."""
-    draw, found = random.Random(seed), list[tuple[Sequence[Message], str]]()
-    for _ in range(count):
-        sign = draw.choice([*KINDS])
-        operation, first, second = KINDS[sign]
-        a, b = draw.randrange(2, first), draw.randrange(2, second)
-        found.append(([{"role": "user", "content": f"What is {a} {sign} {b}?"}], str(operation(a, b))))
-    return found
-
-
-def majority(completion: Completion) -> str | None:
-    ended = (choice for choice in completion.choices if choice.finish_reason is FinishReason.STOP)
-    answers = [answer for choice in ended if (answer := answer_of(choice.text, "</think>")) is not None]
-    return Counter(answers).most_common(1)[0][0] if answers else None
-
-
-def measure(
-    llm: LLM, asked: Sequence[tuple[Sequence[Message], str]], samples: int, temperature: float
-) -> None:
+def measure(llm: LLM, asked: Sequence[Question], samples: int, temperature: float) -> None:
     prompts, right = [prompt for prompt, _ in asked], [answer for _, answer in asked]
     params = llm.sampling_params(n=samples, temperature=temperature, seed=5, max_tokens=100)
 

@@ -18,6 +18,7 @@ from sagellm.benchmarks.engine.shapes import SHAPES
 from sagellm.benchmarks.micro import (
     acceptance,
     collectives,
+    cot,
     interconnect,
     kv_bytes,
     kv_pool,
@@ -199,6 +200,22 @@ def test_the_star_is_at_the_length_nearest_to_the_planner_s() -> None:
     assert line == [
         "4", "0.5", "20.0", "30.0", "44.0 *", "40.0", "10.0", "33.0", "2.6", "0.75", "1.65",
     ]  # fmt: skip
+def test_reasoning_has_every_row() -> None:
+    plan = dataclasses.replace(tiny(cot.DEMO), repeats=2)
+    rows = measured(cot.BENCHMARK, "bestf", plan).rows
+    values = {(row.section, row.case, row.size): row.value for row in rows}
+    assert {row.case.split(": ")[0] for row in rows if row.section == "s"} == set(cot.RULES)
+    assert values["s", "all samples: samples", 2] == cot.NUM_SAMPLES
+    assert values["s", "window 4: samples", 2] <= cot.NUM_SAMPLES
+    assert values["b", "budget 0: reasoning", 2] == 0 < values["b", "no budget: reasoning", 2]
+    assert values["e", "no exit: probes", 2] == 0 < values["e", "confidence 0.95: probes", 2]
+    for size in cot.ANSWER_WORDS:
+        ahead, plain = (
+            values["t", f"{case}: cached", size] for case in ("next turn computed", "next turn not computed")
+        )
+        assert ahead > plain
+    assert values["f", "branch: cached of its prompt", cot.NUM_DRAWN] > 95
+    assert values["f", "plain prompt: cached of its prompt", cot.NUM_DRAWN] < 60
 
 
 def test_recorded_answers_need_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,8 +234,9 @@ _add_micro(
     "Models, as a,b; demo or a folder; default: demo.",
     """Measure what accelerations of reasoning save, with accuracy and cost beside the saving.
 
-    Sections: b, budgets of reasoning; s, samples that end once they agree, beside all of them; t, the first
-    token of a chat's second turn, computed ahead and not. --repeats is the number of questions.
+    Sections: b, budgets of reasoning; e, early exits by probes; s, samples that end once they agree, beside
+    all of them; t, the first token of a chat's second turn, computed ahead and not; f, branches of an answer that runs, and the same
+    as plain prompts. --repeats is the number of questions.
     """,
 )
 

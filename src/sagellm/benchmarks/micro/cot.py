@@ -1,8 +1,9 @@
 """`sagellm bench micro cot`: what accelerations of reasoning save, with accuracy and cost beside the saving.
 
-Section b: budgets of reasoning. Section s: samples of one prompt that end once they agree, one query at a
+Section b: budgets of reasoning. Section e: reasoning that is closed once probes know its answer. Section s: samples of one prompt that end once they agree, one query at a
 time, beside all samples. Section t: the first token of a chat's second turn, whose template leaves the
-reasoning of the first one out. Questions are made up by the plan's seed, `repeats` of them.
+reasoning of the first one out. Section f: prompts that go on from an answer that still runs, as branches of
+it and as plain prompts. Questions are made up by the plan's seed, `repeats` of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sagellm.benchmarks.micro.cases import (
     Stopwatch,
 )
 from sagellm.core.clock import MonotonicClock
-from sagellm.core.protocols.cot import EarlyStop
+from sagellm.core.protocols.cot import EarlyExit, EarlyStop
 from sagellm.core.protocols.tokenizer import Message
 from sagellm.core.types import FinishReason
 from sagellm.engines.build import load
@@ -37,11 +38,16 @@ from sagellm.engines.llm.next_turns import NextTurns, turn_behind
 DEMO = "demo"
 NUM_SAMPLES, TEMPERATURE = 16, 1.0
 MAX_ANSWER_TOKENS = 100
-BUDGETS = (0, 8, 16, 32, None)
+BUDGETS, SLOPE = (0, 8, 16, 32), 0.2
 RULES: Mapping[str, EarlyStop | None] = {
     "all samples": None,
     "window 4": EarlyStop(4),
     "confidence 0.95": EarlyStop(4, 0.95),
+}
+EXITS: Mapping[str, EarlyExit | None] = {
+    "no exit": None,
+    "confidence 0.95": EarlyExit(0.95, every=8, at="token", probe="", max_probe_tokens=8),
+    "agreement of 2": EarlyExit(None, 2, every=8, at="token", probe="", max_probe_tokens=8),
 }
 KINDS: Mapping[str, tuple[Callable[[int, int], int], int, int]] = {
     "+": (operator.add, 1000, 1000),
@@ -51,6 +57,8 @@ KINDS: Mapping[str, tuple[Callable[[int, int], int], int, int]] = {
 """By sign: the operation, and the bounds of its operands."""
 
 NUM_CHATS, ANSWER_WORDS, REASONING_WORDS = 20, (16, 64, 256), 128
+NUM_DRAWN = 256
+"""Tokens of an answer when it is branched from."""
 STRIPS = """{% for message in messages %}{% set said = message['content'] %}\
 {% if message['role'] == 'assistant' %}{% set said = said.split('</think>')[-1] %}{% endif %}\
 {{ '<|im_start|>' + message['role'] + '\n' + said + '<|im_end|>\n' }}{% endfor %}\
@@ -85,6 +93,7 @@ class _Sum:
     num_right: int = 0
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
+    num_probe_tokens: int = 0
     num_samples: int = 0
     wall_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -93,6 +102,7 @@ class _Sum:
         self.num_right += majority(completion) == right
         self.num_tokens += completion.usage.completion_tokens
         self.num_reasoning_tokens += completion.usage.reasoning_tokens
+        self.num_probe_tokens += completion.usage.probe_tokens
         self.num_samples += len(completion.choices)
         self.wall_s.append(wall_s)
         self.cpu_s += cpu_s
@@ -102,6 +112,7 @@ class _Sum:
         yield "right", "%", 100 * self.num_right / count
         yield "generated", "tokens/query", self.num_tokens / count
         yield "reasoning", "tokens/query", self.num_reasoning_tokens / count
+        yield "probes", "tokens/query", self.num_probe_tokens / count
         yield "samples", "samples/query", self.num_samples / count
         yield "wall time", "ms/query", 1000 * statistics.mean(self.wall_s)
         yield "median wall time", "ms/query", 1000 * statistics.median(self.wall_s)
@@ -131,14 +142,25 @@ def _compared(
 
 def _budgets(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     def options(llm: LLM) -> dict[str, RequestOptions]:
-        def of(budget: int | None) -> RequestOptions:
-            return RequestOptions(
-                llm.sampling_params(temperature=0, max_tokens=MAX_ANSWER_TOKENS, max_reasoning_tokens=budget)
-            )
+        def of(**given: Any) -> RequestOptions:
+            return RequestOptions(llm.sampling_params(temperature=0, max_tokens=MAX_ANSWER_TOKENS, **given))
 
-        return {"no budget" if budget is None else f"budget {budget}": of(budget) for budget in BUDGETS}
+        hard = {f"budget {budget}": of(max_reasoning_tokens=budget) for budget in BUDGETS}
+        soft = {
+            f"soft budget {budget}": of(soft_reasoning_tokens=budget, soft_reasoning_slope=SLOPE)
+            for budget in BUDGETS
+        }
+        return {"no budget": of(), **hard, **soft}
 
     return _compared("b", plan, options)
+
+
+def _exits(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    def options(llm: LLM) -> dict[str, RequestOptions]:
+        params = llm.sampling_params(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+        return {name: RequestOptions(params, early_exit=rule) for name, rule in EXITS.items()}
+
+    return _compared("e", plan, options)
 
 
 def _samples(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
@@ -205,6 +227,39 @@ def _second_turn(
     return first_s, spent, second.usage.cached_tokens
 
 
+def _branches(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    """Each branch keeps a part of what an answer has drawn so far, and goes on in its own way."""
+    for variant in plan.variants:
+        with _loaded(variant) as llm:
+            params = llm.sampling_params(temperature=0, max_tokens=2 * NUM_DRAWN, ignore_eos=True)
+            found: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
+            for number in range(2 * min(plan.repeats, NUM_CHATS)):
+                llm.clear_cache()
+                prompt = llm.encode(f"Question {number}: " + "1 + 1 = 2, " * 20)
+                parent, drawn = llm.submit(prompt, params), list[int]()
+                while len(drawn) < NUM_DRAWN:
+                    drawn += [token for each in llm.step() for token in each.token_ids]
+                kept = random.Random(number).randrange(NUM_DRAWN // 2, NUM_DRAWN)
+                shares = number % 2 == 0
+                options = RequestOptions(
+                    llm.sampling_params(temperature=0, max_tokens=1),
+                    branch_of=(parent, 0) if shares else None,
+                )
+                began_s = time.perf_counter()
+                [branch] = llm.generate([[*prompt, *drawn[:kept], drawn[0]]], options)
+                first_s = time.perf_counter() - began_s
+                found[shares].append((first_s, branch.usage.prompt_tokens, branch.usage.cached_tokens))
+                llm.abort(parent)
+        for shares, rows in found.items():
+            case = "branch" if shares else "plain prompt"
+            first, tokens, cached = zip(*rows, strict=True)
+            for what, unit, value in (
+                ("time to first token", "ms", 1000 * statistics.median(first)),
+                ("cached of its prompt", "%", 100 * sum(cached) / sum(tokens)),
+            ):
+                yield MicroBenchRow("f", f"{case}: {what}", NUM_DRAWN, variant, unit, value)
+
+
 def _loaded(variant: str, *, strips: bool = False) -> LLM:
     """The model. `strips`: the demo model has a template that leaves reasoning out."""
     settings: dict[str, Any] = {"kv.num_blocks": 2048}
@@ -216,6 +271,12 @@ def _loaded(variant: str, *, strips: bool = False) -> LLM:
         return load(None, settings | {"model.chat_template": str(path)})
 
 
-_SECTIONS: dict[str, Section] = {"b": _budgets, "s": _samples, "t": _second_turns}
+_SECTIONS: dict[str, Section] = {
+    "b": _budgets,
+    "e": _exits,
+    "s": _samples,
+    "t": _second_turns,
+    "f": _branches,
+}
 
 BENCHMARK = MicroBenchmark("cot", lambda: [DEMO], lambda variant: variant, _SECTIONS)
