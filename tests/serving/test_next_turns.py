@@ -139,12 +139,12 @@ TOKENIZER = toy_tokenizer()
 class Clocked:
     """A scheduler of chunks over an engine whose steps take `step_s`."""
 
-    def __init__(self, num_blocks: int = 400) -> None:
+    def __init__(self, num_blocks: int = 400, **options: Any) -> None:
         self.clock, self.step_s = ManualClock(), 0.01
         backend = TokenMemoryBackend(
             num_blocks=num_blocks, vocab_size=TOKENIZER.vocab_size, max_model_len=1000
         )
-        self.engine = fake_engine(backend, max_batched_tokens=2048)
+        self.engine = fake_engine(backend, max_batched_tokens=2048, **options)
         self.llm = LLM(self.engine, TOKENIZER, model_name="toy", max_model_len=1000)
         self.turns = NextTurns(self.llm, self.clock)
         self.chunks: list[float] = []
@@ -208,7 +208,7 @@ def test_a_busy_engine_computes_no_turn_and_a_request_aborts_the_chunk() -> None
 
 def test_a_prompt_that_begins_with_a_turn_counts_as_hit_once() -> None:
     world = Clocked()
-    expected = turn(120, known=8)
+    expected = turn(120, known=8)  # so little that it counts as cached in any case
     world.turns.add(expected)
     world.finish()
     prompt = Tokens([*expected.tokens, 3, 4, 5])
@@ -238,6 +238,14 @@ def test_the_oldest_of_too_many_turns_goes() -> None:
     world.turns.arrived("known", turn(4, 1).tokens, "")
     world.finish()
     assert counted(world.llm).spent == 4 * (MAX_TURNS - 1)
+
+
+def test_a_turn_whose_beginning_is_not_cached_is_dropped() -> None:
+    world = Clocked(prefix_caching=False)
+    world.turns.add(turn(400, known=100))
+    world.finish()
+    assert counted(world.llm).spent == 0
+    assert not world.turns.has_work
 
 
 def test_a_turn_that_does_not_fit_the_model_is_dropped() -> None:

@@ -235,8 +235,8 @@ _add_micro(
     """Measure what accelerations of reasoning save, with accuracy and cost beside the saving.
 
     Sections: b, budgets of reasoning; e, early exits by probes; s, samples that end once they agree, beside
-    all of them; t, the first token of a chat's second turn, computed ahead and not; f, branches of an answer that runs, and the same
-    as plain prompts. --repeats is the number of questions.
+    all of them; t, the first token of a chat's second turn, computed ahead and not; f, branches of an answer
+    that runs, and the same as plain prompts. --repeats is the number of questions.
     """,
 )
 

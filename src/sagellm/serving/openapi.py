@@ -36,6 +36,7 @@ from sagellm.serving.admin import (
     StrategyRequest,
     SwitchAcceleration,
 )
+from sagellm.serving.branches import BranchFields
 from sagellm.serving.explain import ExplainRequest
 from sagellm.serving.fleet.routes import InstanceRequest, ScaleRequest, SwitchRequest
 from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
@@ -416,6 +417,7 @@ def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Sch
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
         fields["max_tokens"] = _or_null(_integer(0, max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
+        fields["branch_from"] = _or_null(BranchFields.model_json_schema())
     elif issubclass(model, schema.PromptFields):
         fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
         fields["messages"] = _or_null(_messages())

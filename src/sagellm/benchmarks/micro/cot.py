@@ -1,9 +1,10 @@
 """`sagellm bench micro cot`: what accelerations of reasoning save, with accuracy and cost beside the saving.
 
-Section b: budgets of reasoning. Section e: reasoning that is closed once probes know its answer. Section s: samples of one prompt that end once they agree, one query at a
-time, beside all samples. Section t: the first token of a chat's second turn, whose template leaves the
-reasoning of the first one out. Section f: prompts that go on from an answer that still runs, as branches of
-it and as plain prompts. Questions are made up by the plan's seed, `repeats` of them.
+Section b: budgets of reasoning. Section e: reasoning that is closed once probes know its answer. Section s:
+samples of one prompt that end once they agree, one query at a time, beside all samples. Section t: the first
+token of a chat's second turn, whose template leaves the reasoning of the first one out. Section f: prompts
+that go on from an answer that still runs, as branches of it and as plain prompts. Questions are made up by
+the plan's seed, `repeats` of them.
 """
 
 from __future__ import annotations

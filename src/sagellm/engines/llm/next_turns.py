@@ -180,7 +180,8 @@ class NextTurns:
         assert self._running is not None
         _, turn, stop, began_s = self._running
         self._running = None
-        if delta.error is not None:  # it would fail again
+        is_lost = not delta.usage.cached_tokens and turn.num_done >= MIN_CHUNK_TOKENS
+        if delta.error is not None or is_lost:  # it would fail, or be evicted, again
             if turn in self._turns:
                 self._turns.remove(turn)
             return
