@@ -18,7 +18,10 @@ from sagellm.core.protocols.cot import EarlyStop
 from sagellm.engines.build import load
 from sagellm.engines.llm import LLM, RequestOptions
 
-RULES = (EarlyStop(2), EarlyStop(4), EarlyStop(8), EarlyStop(4, 0.9), EarlyStop(4, 0.95), EarlyStop(4, 0.99))
+RULES = (
+    EarlyStop(2), EarlyStop(4), EarlyStop(4, growth=2), EarlyStop(4, growth=4), EarlyStop(8),
+    EarlyStop(4, 0.9), EarlyStop(4, 0.95), EarlyStop(4, 0.99),
+)  # fmt: skip
 
 
 def measure(llm: LLM, asked: Sequence[Question], samples: int, temperature: float) -> None:
@@ -39,6 +42,7 @@ def measure(llm: LLM, asked: Sequence[Question], samples: int, temperature: floa
         used = sum(result.num_used for result in results) / len(voted)
         spent = sum(completion.usage.completion_tokens for completion in voted)
         name = f"window {rule.window}" + (f", confidence {rule.confidence}" if rule.confidence else "")
+        name += f", growth {rule.growth}" * (rule.growth > 1)
         print(
             f"  {name:26} {share([result.answer for result in results]):.1f} %, {used:.1f} samples used, "
             f"samples {100 * used / samples - 100:+.0f} %, tokens {100 * spent / tokens - 100:+.0f} %"

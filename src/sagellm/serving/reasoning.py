@@ -33,18 +33,20 @@ _ONE_METHOD: dict[str, Any] = {
 
 
 class EarlyStopFields(BaseModel):
-    """`window` choices run at a time, until the answers of a window are equal.
+    """`window` choices run at first, until the answers of a window are equal.
 
-    With `confidence`, until the leading answer beats the second one with this probability.
+    While none can be, `growth` times as many are started in all, at least another window. With `confidence`
+    `window` choices run at a time, until the leading answer beats the second one with this probability.
     """
 
     model_config = _NOTHING_ELSE
 
     window: int = Field(default=EarlyStop().window, ge=MIN_WINDOW, le=MAX_N)
     confidence: float | None = Field(default=None, gt=0.5, lt=1)
+    growth: int = Field(default=EarlyStop().growth, ge=1, le=MAX_N)
 
     def rule(self) -> EarlyStop:
-        return EarlyStop(self.window, self.confidence)
+        return EarlyStop(self.window, self.confidence, self.growth)
 
 
 class EarlyExitFields(BaseModel):

@@ -170,3 +170,31 @@ def test_values_that_contradict_themselves_are_refused() -> None:
         CoTPlan(CONCLUDE, "why", 2)
     with pytest.raises(ValueError, match="cannot start -1 steps"):
         CoTPlan(CONTINUE, "why", -1)
+
+
+@pytest.mark.parametrize(
+    ("states", "growth", "num_to_start"),
+    [
+        ("", 4, 4),
+        ("a.b.", 2, 4),
+        ("a.b.", 4, 12),
+        ("a.b.c.d.", 2, 8),
+        ("a.b.c.d.", 4, 24),
+        ("a.b.....", 4, 0),
+        ("a.b.c.d." + "." * 8, 2, 0),
+        ("a.b.c.d." * 4, 2, 8),  # there are no more
+        ("a.b.c.d." * 5, 2, 0),
+        ("a.b.c.d." + "a.b." + "....", 2, 0),
+    ],
+)
+def test_where_no_window_can_agree_more_are_started_at_once(
+    states: str, growth: int, num_to_start: int
+) -> None:
+    plan = SelfConsistency(40, EarlyStop(4, growth=growth)).accelerate_cot(steps_of(states))
+    assert (plan.action, plan.num_to_start) == (CONTINUE, num_to_start)
+
+
+@pytest.mark.parametrize("growth", [0, -1, 129, 1.5, "2"])
+def test_growth_is_a_small_integer(growth: Any) -> None:
+    with pytest.raises(RequestError, match="growth"):
+        EarlyStop(growth=growth)

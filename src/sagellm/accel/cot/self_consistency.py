@@ -65,7 +65,10 @@ class SelfConsistency:
         window = self._rule.window
         if self._rule.confidence is not None:
             return max(0, window - num_running)
-        return window if not steps or _cannot_agree(_windows(steps, window)[-1]) else 0
+        if not steps:
+            return window
+        can_agree = not all(map(_cannot_agree, _windows(steps, window)))
+        return 0 if can_agree else max(window, (self._rule.growth - 1) * len(steps))
 
 
 def leads(first: int, second: int) -> float:

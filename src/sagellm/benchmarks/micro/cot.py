@@ -43,6 +43,8 @@ BUDGETS, SLOPE = (0, 8, 16, 32), 0.2
 RULES: Mapping[str, EarlyStop | None] = {
     "all samples": None,
     "window 4": EarlyStop(4),
+    "window 4, growth 2": EarlyStop(4, growth=2),
+    "window 4, growth 4": EarlyStop(4, growth=4),
     "confidence 0.95": EarlyStop(4, 0.95),
 }
 EXITS: Mapping[str, EarlyExit | None] = {

@@ -37,13 +37,15 @@ class StepAction(str, Enum):
 class EarlyStop:
     """When samples of one prompt are enough; part of a request.
 
-    `window` samples run at a time. Without `confidence` a window whose answers are all equal is enough. With
-    it, samples are enough when the leading answer beats the second one with this probability.
+    `window` samples run at first. Without `confidence` a window whose answers are all equal is enough; while
+    none can be, `growth` times as many samples are started in all (1: one window more). With it, `window`
+    samples run at a time, and are enough when the leading answer beats the second one with this probability.
     Raises `RequestError`.
     """
 
     window: int = 4
     confidence: float | None = None
+    growth: int = 1
 
     def __post_init__(self) -> None:
         window: object = self.window
@@ -54,6 +56,11 @@ class EarlyStop:
         if self.confidence is not None and not 0.5 < self.confidence < 1:
             raise RequestError(
                 f"early_stop.confidence must be above 0.5 and below 1, got {self.confidence}", "early_stop"
+            )
+        growth: object = self.growth
+        if not isinstance(growth, int) or not 1 <= growth <= MAX_N:
+            raise RequestError(
+                f"early_stop.growth must be an integer in [1, {MAX_N}], got {growth}", "early_stop"
             )
 
 
