@@ -64,7 +64,7 @@ class StrategyRequest(Body):
 
 
 class Acceleration(Body):
-    """One acceleration since the start: by unit, what it has saved, and what it has spent for that.
+    """What one acceleration has saved since the start, and spent for that, by unit.
 
     `exact`: it changes no output.
     """

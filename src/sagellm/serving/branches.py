@@ -1,7 +1,8 @@
-"""`branch_from`: completions that go on from a token of an earlier one, which is not sent again.
+"""`branch_from`: completions that go on from a token of an earlier one.
 
-For retries and searches over steps of reasoning. The tokens are those that the model has drawn, so that the
-branch shares the KV of all of them; text that is sent back may be encoded otherwise.
+Its tokens are not sent again: for retries and searches over steps of reasoning. They are those that the
+model has drawn, so that the branch shares the KV of all of them; text that is sent back may be encoded
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WHERE = "branch_from"
 
 
 class BranchFields(BaseModel):
-    """The earlier answer by its `id`, which may still run, its choice, and how many of its tokens to keep.
+    """An earlier answer, which may still run, one of its choices, and a token.
 
     `num_tokens` of the choice stay in front of `prompt`; null: all so far.
     """
@@ -46,7 +47,7 @@ class _Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class BranchPoint:
     """Where a branch begins: behind `tokens`. `parent`: request and choice, which may still run."""
 
     tokens: Tokens
@@ -84,8 +85,10 @@ class RecentCompletions:
             _, oldest = self._known.popitem(last=False)
             self._num_tokens -= oldest.num_tokens
 
-    def find(self, asked: BranchFields, tenant: str) -> Branch:
-        """Raises `RequestError` for an answer, a choice or a token that this tenant does not have."""
+    def find(self, asked: BranchFields, tenant: str) -> BranchPoint:
+        """Where a branch begins.
+
+        Raises `RequestError` for an answer, a choice or a token that this tenant does not have."""
         known = self._known.get(asked.id.rpartition("-")[2])
         if known is None or known.tenant != tenant:
             shown = clipped(repr(asked.id))
@@ -102,7 +105,7 @@ class RecentCompletions:
             so_far = f"the choice has {len(output)} tokens so far"
             raise RequestError(f"{WHERE}.num_tokens: {so_far}, got {count}", WHERE)
         tokens = Tokens([*known.prompts[position], *output.slice(0, count)])
-        return Branch(tokens, (known.request_ids[position], index))
+        return BranchPoint(tokens, (known.request_ids[position], index))
 
     def check(self) -> None:
         """Raise `BookkeepingError` where tokens are not counted as they are."""

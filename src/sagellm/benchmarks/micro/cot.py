@@ -1,4 +1,4 @@
-"""`sagellm bench micro cot`: what accelerations of reasoning save, with accuracy and cost beside the saving.
+"""`sagellm bench micro cot`: what accelerations of reasoning save, beside accuracy and cost.
 
 Section b: budgets of reasoning. Section e: reasoning that is closed once probes know its answer. Section s:
 samples of one prompt that end once they agree, one query at a time, beside all samples. Section t: the first
@@ -125,7 +125,7 @@ class _Sum:
 def _compared(
     letter: str, plan: MicroBenchPlan, options_of: Callable[[LLM], Mapping[str, RequestOptions]]
 ) -> Iterator[MicroBenchRow]:
-    """Each question with each of the options in turns, one at a time; its prompt is cached before."""
+    """Each question with each of the options in turns. Its prompt is cached before."""
     for variant in plan.variants:
         with _loaded(variant) as llm:
             options = options_of(llm)
@@ -177,7 +177,7 @@ def _samples(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchR
 
 
 def _second_turns(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Chats whose first answer is given, so that its length is known; every other one is computed ahead."""
+    """Second turns of chats with a given first answer. Every other one is computed ahead."""
     for variant in plan.variants:
         with _loaded(variant, strips=True) as llm:
             for size in ANSWER_WORDS:
@@ -209,7 +209,7 @@ def _chat(llm: LLM, number: int, size: int) -> tuple[list[Message], Completion]:
 def _second_turn(
     llm: LLM, messages: list[Message], answer: Completion, *, ahead: bool
 ) -> tuple[float, float, float]:
-    """Seconds to the first token; tokens that were computed before; cached tokens of the prompt."""
+    """Seconds to the first token, tokens computed before, cached tokens of the prompt."""
     llm.clear_cache()
     one_token = RequestOptions(llm.sampling_params(temperature=0, max_tokens=1))
     prompt = llm.encode(messages)
@@ -231,7 +231,7 @@ def _second_turn(
 
 
 def _branches(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Each branch keeps a part of what an answer has drawn so far, and goes on in its own way."""
+    """Each branch keeps a part of an answer, and goes on differently."""
     for variant in plan.variants:
         with _loaded(variant) as llm:
             params = llm.sampling_params(temperature=0, max_tokens=2 * NUM_DRAWN, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the next turn of a chat begins with, computed while the engine has nothing else to do.
+"""What the next turn of a chat begins with, computed while the engine idles.
 
 Chat templates leave the reasoning of earlier turns out of a prompt. So the next turn of a chat does not begin
 with the tokens that the model has drawn, and its cached prefix would end before the last answer (vLLM issue
@@ -41,7 +41,7 @@ _USER_TEXTS = ("A", "0")
 
 @dataclass(slots=True, eq=False)
 class NextTurn:
-    """`tokens` begin the next prompt of a chat whose last prompt and answer are `answered`.
+    """`tokens` begin the next prompt of a chat; `answered` are its last ones.
 
     The first `num_known` are the same in both; the first `num_done` have been computed since.
     """
@@ -69,11 +69,11 @@ def turn_behind(
     answer: Completion,
     options: RequestOptions,
 ) -> NextTurn | None:
-    """The turn behind the first choice of an answer to `messages`, whose tokens are `prompt`.
+    """The turn behind the first choice of an answer to `messages`.
 
-    None where its prompt begins with blocks that are cached already, and for an answer without reasoning.
-    `variables` are those of the template. For any thread; takes as long as encoding two prompts. Raises
-    `RequestError` where the template refuses the messages.
+    `prompt`: the tokens of these; `variables`: those of the template. None where the turn begins with blocks
+    that are cached already, and for an answer without reasoning. For any thread; takes as long as encoding
+    two prompts. Raises `RequestError` where the template refuses the messages.
     """
     schema, output = llm.capability().kv_schema, answer.choices[0].token_ids
     if schema is None or not _marks_reasoning(prompt, output, llm):
@@ -93,7 +93,7 @@ def turn_behind(
 
 
 def _marks_reasoning(prompt: Tokens, output: Sequence[int], llm: LLM) -> bool:
-    """Whether an answer, or the last turn of its prompt, has a marker of reasoning."""
+    """Whether an answer or its prompt's last turn has a marker of reasoning."""
     markers, ends = llm.tokenizer.reasoning_token_ids, llm.tokenizer.eos_token_ids
     if any(token_id in markers for token_id in output):
         return True
@@ -128,7 +128,7 @@ class NextTurns:
         return any(not turn.is_done for turn in self._turns)
 
     def begin_chunk(self) -> None:
-        """Have the engine compute the next chunk, unless it has work or there is none."""
+        """Have the engine compute the next chunk, unless it has work."""
         turn = next((turn for turn in self._turns if not turn.is_done), None)
         if turn is None or self._llm.has_work():
             return
