@@ -30,7 +30,7 @@ NEXT_TURN = "next_turn"
 MAX_TURNS = 64
 """So many are kept: those that wait, and those that are computed and may still be hit."""
 
-CHUNK_S = 0.02
+CHUNK_S = 0.01
 """A request that comes waits for what is being computed; that is to take so long."""
 
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 2048
