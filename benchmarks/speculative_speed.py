@@ -10,8 +10,7 @@ the other (batch 1) or `--at-once` at a time, and the time from its first token 
 last `--prompt` tokens alone.
 
 Printed for each workload: tokens per second without, and how many times as fast each method is, in all and
-for the slowest answer or group. On a machine with other work `--cpu-time` counts the process's CPU seconds, of
-one thread.
+for the slowest answer or group. On a machine with other work `--cpu-time` counts CPU seconds, of one thread.
 """
 
 from __future__ import annotations

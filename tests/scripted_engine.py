@@ -11,13 +11,13 @@ from typing import Any
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
+from sagellm.core.features import REASONING_BUDGETS
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import (
-    REASONING_BUDGETS,
     CapabilityDescriptor,
     FinishReason,
     Namespace,

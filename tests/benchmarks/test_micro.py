@@ -200,6 +200,8 @@ def test_the_star_is_at_the_length_nearest_to_the_planner_s() -> None:
     assert line == [
         "4", "0.5", "20.0", "30.0", "44.0 *", "40.0", "10.0", "33.0", "2.6", "0.75", "1.65",
     ]  # fmt: skip
+
+
 def test_reasoning_has_every_row() -> None:
     plan = dataclasses.replace(tiny(cot.DEMO), repeats=2)
     rows = measured(cot.BENCHMARK, "bestf", plan).rows

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
 MAX_N = 128
-PROMPT_LOGPROBS = "prompt_logprobs"
-"""The feature of a backend that computes log-probabilities of prompt tokens."""
-REASONING_BUDGETS = "reasoning_budgets"
-"""The feature of a backend that ends reasoning by the budgets of `SamplingParams`."""
-SYNTHETIC_DRAWS = "synthetic_draws"
-"""The feature of a backend whose answers are made-up tokens, for benchmarks."""
-APPROXIMATE_REUSE = "approximate_reuse"
-"""The feature of an engine that copies KV to other positions, for requests that ask for it."""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1024
 MAX_RETENTIONS = 64
 MIN_REPETITION_PENALTY = 0.01

@@ -9,9 +9,10 @@ from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import Clock
 from sagellm.core.config import Config, KVConfig, ParallelConfig
 from sagellm.core.errors import ConfigError
+from sagellm.core.features import SYNTHETIC_DRAWS
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.registry import registry
-from sagellm.core.types import SYNTHETIC_DRAWS, CapabilityDescriptor
+from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.speculation import Speculation
 
 MakeBackend: TypeAlias = Callable[[Config], InferenceBackend]

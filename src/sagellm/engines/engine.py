@@ -29,6 +29,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, EngineFailedError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
+from sagellm.core.features import APPROXIMATE_REUSE
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import (
@@ -44,7 +45,6 @@ from sagellm.core.protocols.engine import (
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
 from sagellm.core.types import (
-    APPROXIMATE_REUSE,
     CapabilityDescriptor,
     FinishReason,
     Namespace,

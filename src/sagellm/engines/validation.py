@@ -7,13 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
-from sagellm.core.types import (
-    APPROXIMATE_REUSE,
-    PROMPT_LOGPROBS,
-    REASONING_BUDGETS,
-    CapabilityDescriptor,
-    Request,
-)
+from sagellm.core.features import APPROXIMATE_REUSE, PROMPT_LOGPROBS, REASONING_BUDGETS
+from sagellm.core.types import CapabilityDescriptor, Request
 
 
 def check_request(

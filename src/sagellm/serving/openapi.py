@@ -16,16 +16,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import sagellm
+from sagellm.core.features import APPROXIMATE_REUSE
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.protocols.cot import MIN_WINDOW
 from sagellm.core.registry import registry
-from sagellm.core.types import (
-    APPROXIMATE_REUSE,
-    MAX_RETENTIONS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    SAMPLING_RANGES,
-)
+from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sagellm.core.errors import UnsupportedParameterError
+from sagellm.core.features import REASONING_BUDGETS
 from sagellm.core.protocols.cot import EarlyExit, EarlyStop
-from sagellm.core.types import REASONING_BUDGETS, CapabilityDescriptor, SamplingParams
+from sagellm.core.types import CapabilityDescriptor, SamplingParams
 from sagellm.engines.build import load_config
 from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.engines.native import DEMO_MODEL

@@ -42,6 +42,7 @@ from sagellm.control_plane.fleet.plain_vllm import VllmKind
 from sagellm.control_plane.fleet.record import InstanceRecord
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError, RequestError, SageError
+from sagellm.core.features import PROMPT_LOGPROBS
 from sagellm.core.fleet_config import PlainServerConfig
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
@@ -55,7 +56,7 @@ from sagellm.core.protocols.fleet import (
     RequestRefused,
 )
 from sagellm.core.protocols.router import ExecutionInstance, InstanceType
-from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, FinishReason, Request, RequestOutput
+from sagellm.core.types import CapabilityDescriptor, FinishReason, Request, RequestOutput
 
 log = logging.getLogger("sagellm.fleet")
 ASK_S = 10.0

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError, nearest, shown
+from sagellm.core.features import REASONING_BUDGETS
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.cot import EarlyExit, StepAction
 from sagellm.core.protocols.engine import (
@@ -23,7 +24,6 @@ from sagellm.core.protocols.engine import (
 from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
-    REASONING_BUDGETS,
     CapabilityDescriptor,
     FinishReason,
     Namespace,

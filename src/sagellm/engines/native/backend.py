@@ -15,14 +15,12 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, KernelError, PlanError
+from sagellm.core.features import PROMPT_LOGPROBS, REASONING_BUDGETS, SYNTHETIC_DRAWS
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult, accepted_length
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import (
-    PROMPT_LOGPROBS,
-    REASONING_BUDGETS,
-    SYNTHETIC_DRAWS,
     CapabilityDescriptor,
     KVCacheSchema,
     SamplingParams,

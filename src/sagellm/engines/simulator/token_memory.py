@@ -14,10 +14,10 @@ from struct import Struct
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError
+from sagellm.core.features import REASONING_BUDGETS
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.types import (
-    REASONING_BUDGETS,
     CapabilityDescriptor,
     KVCacheSchema,
     KVGroup,
