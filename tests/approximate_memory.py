@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import BlockCopy, ExecutionPlan, StepResult
+from sagellm.core.plan import BlockCopy, Chain, ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -67,6 +67,17 @@ class ApproximateMemory(TokenMemoryBackend):
         for position in range(start, end):
             self._mark(self._slot(row, position), behind)
         super()._compute(row_id, start, end)
+
+    def _compute_proposed(self, chain: Chain, start: int) -> None:
+        row = self._rows[chain.row]
+        behind = any(self._slot(row, position) in self.marked for position in range(start))
+        for place in range(start, start + len(chain.token_ids)):
+            self._mark(self._slot(row, place), behind)
+        super()._compute_proposed(chain, start)
+
+    def _move(self, source: int, target: int) -> None:
+        super()._move(source, target)
+        self._mark(target, source in self.marked)
 
     def _read(self, row_id: int, position: int, group: int) -> int:
         if self._slot(self._rows[row_id], position, group) in self.marked:

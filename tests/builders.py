@@ -165,14 +165,39 @@ class OneByOne:
     def close(self) -> None: ...
 
 
-class RandomProposer(OneByOne):
-    """Proposes what `TokenMemoryBackend` will draw: all of it, a part and then others, or others alone."""
+def random_tree(draw: random.Random, right: Sequence[int], vocab_size: int, count: int) -> Proposal:
+    """A tree of `count` tokens, in any order: some are those of `right` in turn, others branch off."""
+    tokens, parents, along = list[int](), list[int](), [-1]
+    while len(tokens) < count:
+        if len(along) <= len(right) and draw.random() < 0.6:
+            parent, token = along[-1], right[len(along) - 1]
+        else:
+            parent, token = draw.randrange(-1, len(tokens)), draw.randrange(vocab_size)
+        if (parent, token) in zip(parents, tokens, strict=True):
+            continue
+        if parent == along[-1] and len(along) <= len(right) and token == right[len(along) - 1]:
+            along.append(len(tokens))
+        tokens.append(token)
+        parents.append(parent)
+    return Proposal(tuple(tokens), parents=tuple(parents))
 
-    def __init__(self, backend: TokenMemoryBackend, seed: int) -> None:
+
+class RandomProposer(OneByOne):
+    """Proposes what `TokenMemoryBackend` will draw: all of it, a part and then others, or others alone.
+
+    With `trees`, every second proposal is a tree.
+    """
+
+    def __init__(self, backend: TokenMemoryBackend, seed: int, *, trees: bool = False) -> None:
         self.random, self.backend, self.known = random.Random(seed), backend, set[str]()
+        self.trees = trees
 
     def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         self.known.add(request.request_id)
+        if self.trees and self.random.random() < 0.5:
+            count = self.random.randrange(num_tokens + 1)
+            right = expected_tokens(self.backend, tokens, count)
+            return random_tree(self.random, right, self.backend.capability().vocab_size, count)
         num_right = self.random.choice([0, num_tokens, self.random.randrange(num_tokens + 1)])
         right = expected_tokens(self.backend, tokens, num_right)
         num_other = self.random.randrange(num_tokens - num_right + 1)

@@ -146,7 +146,7 @@ class KeepOp(Operation):
 class DecodeOp(Operation):
     """Compute the last token of a row, at `position`, and sample the next.
 
-    With a `chain`, compute these proposed tokens too, and sample behind each.
+    With a `chain`, compute these proposed tokens too, and sample behind each. With `parents` they are a tree.
     """
 
     word: ClassVar[str] = "decode"
@@ -155,6 +155,7 @@ class DecodeOp(Operation):
     row: int
     position: int
     chain: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from sagellm.core.errors import PlanError
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit, PromptSpan
+from sagellm.core.token_trees import ROOT, accepted_path
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
 
 NO_ROW = -1
@@ -233,6 +235,7 @@ class Draft:
     `num_draft_tokens`: tokens that the engine's proposer may propose for each request in decode. `proposals`:
     what it has proposed, of requests in decode in the order of the batch. The planner asks it behind the
     passes and the bind, so proposals take what is left of budget and memory, and delay no other work.
+    `parents`: of proposals that are trees (`core/token_trees.py`), the parents of the tokens.
     `placements`: by request id, the instances that compute it, where that is not this one.
     """
 
@@ -249,6 +252,7 @@ class Draft:
     placements: dict[str, PhasePlacement] = field(default_factory=dict)
     num_draft_tokens: int = 0
     proposals: dict[RequestState, tuple[int, ...]] = field(default_factory=dict)
+    parents: dict[RequestState, tuple[int, ...]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
 
@@ -387,10 +391,31 @@ class Chain(NamedTuple):
 
     At each of these positions the model draws its own token, as if one step had come after the other. The
     drawn tokens count up to and including the first that is not the proposed one; KV behind them is void.
+
+    With `parents` the proposed tokens are a tree (`core/token_trees.py`). Token i is at the position of its
+    depth and attends to what is computed and to its ancestors. Its KV is written where token i of a chain
+    has its own. When the step ends, that of the accepted tokens lies at their positions.
     """
 
     row: int
     token_ids: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """For each proposed token, the tokens from the first one to it."""
+        paths: list[tuple[int, ...]] = []
+        for token_id, parent in zip(self.token_ids, self.parents or range(ROOT, len(self.token_ids)), strict=False):
+            paths.append((token_id,) if parent == ROOT else (*paths[parent], token_id))
+        return paths
+
+    def accepted(self, drawn: Sequence[int]) -> Sequence[int]:
+        """The indices of the proposed tokens that equal the model's own, from the first one on.
+
+        `drawn[0]` is drawn behind the row's last token, `drawn[1 + i]` behind proposed token i.
+        """
+        if self.parents:
+            return accepted_path(self.token_ids, self.parents, drawn)
+        return range(accepted_length(self.token_ids, drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +462,11 @@ class ExecutionPlan:
         return sum([len(chain.token_ids) for chain in self.chains]) if self.chains else 0
 
     @property
+    def proposed(self) -> dict[int, tuple[int, ...]]:
+        """The proposed tokens of rows that have any."""
+        return {chain.row: chain.token_ids for chain in self.chains} if self.chains else {}
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to compute, copy or send. Left rows can be sent with a later plan."""
         return not (self.decode_rows or self.prefills or self.copies or self.transfers)
@@ -466,6 +496,12 @@ class StepResult:
             raise PlanError(f"{len(plan.chains)} chains were planned, {len(self.num_accepted)} are answered")
         accepted = {chain.row: num for chain, num in zip(plan.chains, self.num_accepted, strict=True)}
         return [1 + accepted.get(row, 0) for row in plan.decode_rows]
+
+    def drawn_by_row(self, plan: ExecutionPlan) -> dict[int, tuple[int, ...]]:
+        """The tokens that were drawn for each of `plan.decode_rows`."""
+        tokens = iter(self.token_ids)
+        counts = zip(plan.decode_rows, self.num_drawn(plan), strict=True)
+        return {row: tuple(islice(tokens, count)) for row, count in counts}
 
 
 def accepted_length(proposed: Sequence[int], drawn: Sequence[int]) -> int:

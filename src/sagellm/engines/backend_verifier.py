@@ -35,7 +35,7 @@ class BackendVerifier:
             )
         if request.request_id != self._request_id:
             self._join(request, tokens, num_blocks)
-        chains = (Chain(0, proposal.token_ids),) if num_proposed else ()
+        chains = (Chain(0, proposal.token_ids, proposal.parents),) if num_proposed else ()
         plan = ExecutionPlan(self._num_steps, decode_rows=(0,), decode_positions=(length - 1,), chains=chains)
         drawn = self._execute(plan)
         return Verification(drawn[:-1], drawn[-1])

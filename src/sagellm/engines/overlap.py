@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import Chain, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -77,8 +77,9 @@ class InFlightStep:
         count, ends = len(self.decoding), list(accumulate(num_drawn))
         tokens = [result.token_ids[end - num : end] for num, end in zip(num_drawn, ends, strict=True)]
         rest = result.token_ids[ends[count - 1] :]
-        chains, accepted = dict(plan.chains), dict(zip(rows, num_drawn, strict=True))
-        kept_chains = tuple(Chain(rows[i], chains[rows[i]]) for i in kept if rows[i] in chains)
+        chains = {chain.row: chain for chain in plan.chains}
+        accepted = dict(zip(rows, num_drawn, strict=True))
+        kept_chains = tuple(chains[rows[i]] for i in kept if rows[i] in chains)
         plan = replace(
             plan,
             decode_rows=(*(rows[i] for i in kept), *rows[count:]),

@@ -2,17 +2,21 @@
 
 A request in decode computes its last token and the tokens that a proposer expects to follow: a chain
 (`core.plan.Chain`). The output is that of decoding token by token, since at each position the model draws its
-own token and only equal ones count; a wrong proposal costs computing time and nothing else.
+own token and only equal ones count; a wrong proposal costs computing time and nothing else. A proposer may
+also propose a tree of tokens, which takes as many positions as it has tokens.
 """
 
 from __future__ import annotations
 
-from sagellm.accel.speculative.lengths import ChainLengths
+from collections.abc import Sequence
+
+from sagellm.accel.speculative.lengths import ChainLengths, Estimates
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import Chain, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import SpeculationCounts
 from sagellm.core.protocols.speculative import Asked, Proposal, Proposer
+from sagellm.core.token_trees import ROOT, depths_of, path_along
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -35,6 +39,8 @@ class Speculation:
         self._saved_s = 0.0
         self._proposing_s = 0.0
         """Of the last call of the proposer."""
+        self._trees: dict[int, Proposal] = {}
+        """By row, the trees of the step."""
         self._proposer, self._lengths, self._clock = proposer, lengths, clock or MonotonicClock()
 
     @property
@@ -56,16 +62,20 @@ class Speculation:
         request gets more than it may still draw, or than it allows.
         """
         draft = binding.draft
+        self._trees.clear()
         found = self._ask(draft, decodes)
         if found and self._lengths is not None:
             found = self._shortened(found, draft, self._lengths)
         spare_blocks = kv.quotes.available_blocks() - len(decodes)
         for state, proposal in found:
-            num_bound, token_ids = len(binding.appended_to), proposal.token_ids
-            token_ids = token_ids[: kv.bind_proposed(binding, state, len(token_ids), spare_blocks)]
+            num_bound, num_tokens = len(binding.appended_to), len(proposal.token_ids)
+            proposal = proposal.first(kv.bind_proposed(binding, state, num_tokens, spare_blocks))
             spare_blocks -= len(binding.appended_to) - num_bound
-            if token_ids:
-                draft.proposals[state] = token_ids
+            if proposal.parents:
+                proposal = self._trees[state.row] = proposal.in_branches()
+                draft.parents[state] = proposal.parents
+            if proposal.token_ids:
+                draft.proposals[state] = proposal.token_ids
 
     def _ask(self, draft: Draft, decodes: DecodeBatch) -> list[tuple[RequestState, Proposal]]:
         budget, lengths = draft.token_budget - draft.num_tokens, self._lengths
@@ -107,7 +117,8 @@ class Speculation:
             (state.request_id, proposal.acceptance or (None,) * len(proposal.token_ids))
             for state, proposal in found
         ]
-        chosen = lengths.choose(asked, draft.num_decodes, num_prompt_tokens)
+        trees = {state.request_id: proposal.parents for state, proposal in found if proposal.parents}
+        chosen = lengths.choose(asked, draft.num_decodes, num_prompt_tokens, trees)
         return [(state, each.first(n)) for (state, each), n in zip(found, chosen, strict=True) if n]
 
     def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, spent_s: float) -> None:
@@ -121,25 +132,43 @@ class Speculation:
         if not plan.chains:
             return
         names = {state.row: state.request_id for state in draft.proposals}
+        drawn = result.drawn_by_row(plan) if plan.has_trees else {}
         for chain, num_accepted in zip(plan.chains, result.num_accepted, strict=True):
             name, num_proposed = names[chain.row], len(chain.token_ids)
-            self._count(num_proposed, num_accepted)
+            self._count(depths_of(chain.parents) or range(num_proposed), num_accepted)
             self._proposer.observe(name, num_accepted)
-            if self._lengths is not None:
+            if self._lengths is None:
+                continue
+            if chain.parents:
+                decided = self._decided(chain, drawn[chain.row])
+                self._lengths.acceptance.verified(name, num_accepted, decided)
+            else:
                 self._lengths.verified(name, num_proposed, num_accepted)
         if self._lengths is not None:
             plain_s = self._lengths.times.seconds(plan.num_tokens - plan.num_proposed_tokens)
             steps = sum(result.num_accepted) / len(plan.decode_rows)
             self._saved_s += (1 + steps) * plain_s - spent_s
 
-    def _count(self, num_proposed: int, num_accepted: int) -> None:
-        """Positions behind the first refused one are proposed, and not accepted."""
-        missing = num_proposed - len(self._proposed)
+    def _decided(self, chain: Chain, drawn: Sequence[int]) -> Estimates:
+        """The estimates of a tree's tokens that were decided on: accepted ones, then those refused.
+
+        These are the tokens whose parent was accepted.
+        """
+        path = path_along(chain.token_ids, chain.parents, drawn)
+        reached = {ROOT, *path}
+        refused = [i for i, parent in enumerate(chain.parents) if parent in reached and i not in reached]
+        estimates = self._trees[chain.row].acceptance
+        return [estimates[i] if estimates else None for i in (*path, *refused)]
+
+    def _count(self, positions: Sequence[int], num_accepted: int) -> None:
+        """Count proposed tokens at these positions. Those behind the accepted ones are refused."""
+        missing = max(positions) + 1 - len(self._proposed)
         self._proposed += [0] * missing
         self._accepted += [0] * missing
-        for position in range(num_proposed):
+        for position in positions:
             self._proposed[position] += 1
-            self._accepted[position] += position < num_accepted
+        for position in range(num_accepted):
+            self._accepted[position] += 1
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""

@@ -13,6 +13,7 @@ import torch
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.feed_forward import Mlp
@@ -100,9 +101,9 @@ class Driver:
         *,
         seed: int = 0,
         scattered: bool = True,
-        propose: Callable[[Running], Sequence[int]] = lambda _: (),
+        propose: Callable[[Running], Sequence[int] | Proposal] = lambda _: (),
     ) -> None:
-        """`propose` gives the tokens of a chain for a sequence in decode."""
+        """`propose` gives the tokens of a chain, or a tree, for a sequence in decode."""
         self.propose = propose
         capability = backend.capability()
         self.backend = backend
@@ -153,11 +154,11 @@ class Driver:
             left = len(sequence.tokens) - sequence.computed
             size = min(left, self.random.choice(self.chunk_sizes))
             first = len(sequence.table)
-            proposed = tuple(self.propose(sequence)) if left == 1 and sequence.outputs else ()
-            if proposed and not any(sequence is other for other in fresh):
-                chains.append(Chain(sequence.row, proposed))
-            else:
-                proposed = ()
+            given = self.propose(sequence) if left == 1 and sequence.outputs else ()
+            tree = given if isinstance(given, Proposal) else Proposal(tuple(given))
+            proposed = () if any(sequence is other for other in fresh) else tree.token_ids
+            if proposed:
+                chains.append(Chain(sequence.row, proposed, tree.parents))
             wanted = cdiv(sequence.computed + size + len(proposed), self.block_size) * self.num_groups
             sequence.table += self._blocks(max(0, wanted - first))
             if any(sequence is other for other in fresh):
@@ -189,16 +190,18 @@ class Driver:
         for sequence, size in chunks:
             sequence.computed += size
         by_row = {sequence.row: sequence for sequence in self.running}
-        proposed = {chain.row: len(chain.token_ids) for chain in plan.chains}
+        chains = {chain.row: chain for chain in plan.chains}
         accepted = {c.row: num for c, num in zip(plan.chains, result.num_accepted, strict=True)}
         drawn, first = iter(result.token_ids), 0
         for row in plan.sample_rows:
-            sequence, count = by_row[row], 1 + accepted.get(row, 0)
-            sequence.tokens += islice(drawn, count)
+            sequence, count, chain = by_row[row], 1 + accepted.get(row, 0), chains.get(row, Chain(row, ()))
+            own = tuple(islice(drawn, count))
+            places = [0, *(1 + chain.paths().index(own[:depth]) for depth in range(1, count))]
+            sequence.tokens += own
             sequence.computed += count - 1
-            sequence.logits += self.backend.last_logits[first : first + count]
+            sequence.logits += [self.backend.last_logits[first + place] for place in places]
             sequence.logprobs += result.logprobs.get(row, ())
-            first += 1 + proposed.get(row, 0)
+            first += 1 + len(chain.token_ids)
         assert next(drawn, None) is None
         assert first == len(self.backend.last_logits)
         for sequence in [s for s in self.running if s.done]:

@@ -1,4 +1,4 @@
-"""Rows that compute a chain of proposed tokens, by every way a step takes: the outputs are as without."""
+"""Rows that compute chains and trees of proposed tokens, by every way a step takes: the outputs are as without."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, PlanError
 from sagellm.core.plan import Chain, ExecutionPlan
 from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import SamplingParams
 from sagellm.engines.build import build_engine, load
 from sagellm.engines.native import attention, matrices
 from sagellm.engines.native import backend as native
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler
 from tests.bridged_models import save_bridged
+from tests.builders import random_tree
 from tests.effort import usual
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.engines.native.test_recorded_steps import Recorder
@@ -39,15 +41,20 @@ PARAMS = (
 
 
 class Proposals:
-    """What earlier runs have drawn, in part changed: chains of 1 to 5 tokens, right, wrong and mixed."""
+    """What earlier runs have drawn, in part changed: chains of 1 to 5 tokens, right, wrong and mixed.
 
-    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int) -> None:
-        self.answers, self.random = answers, random.Random(seed)
-        self.num_accepted = 0
+    With `trees`, mostly trees of 1 to 9 tokens.
+    """
 
-    def __call__(self, sequence: Running) -> list[int]:
+    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int, *, trees: bool) -> None:
+        self.answers, self.random, self.trees = answers, random.Random(seed), trees
+
+    def __call__(self, sequence: Running) -> Sequence[int] | Proposal:
         done = len(sequence.outputs)
         left = sequence.max_new - done - 1
+        if self.trees and left and self.random.random() < 0.7:
+            count = self.random.randrange(1, min(10, left + 1))
+            return random_tree(self.random, self.answers[sequence.name][done : done + count], VOCAB, count)
         own = list(self.answers[sequence.name][done : done + self.random.randrange(min(6, left + 1))])
         for i in range(len(own)):
             if self.random.random() < 0.15:
@@ -56,7 +63,9 @@ class Proposals:
 
 
 def generate(
-    backend: RecordingBackend, propose: Callable[[Running], Sequence[int]] = lambda _: (), seed: int = 0
+    backend: RecordingBackend,
+    propose: Callable[[Running], Sequence[int] | Proposal] = lambda _: (),
+    seed: int = 0,
 ) -> tuple[list[Running], int]:
     """Prompts of 3 to 40 tokens, in chunks, one of them preempted; all kinds of sampling.
 
@@ -77,8 +86,9 @@ def generate(
 def compare(backend: RecordingBackend, other: RecordingBackend | None = None) -> None:
     plain, num_steps = generate(backend)
     answers = {sequence.name: sequence.outputs for sequence in plain}
-    for seed in range(3):
-        with_chains, fewer_steps = generate(other or backend, Proposals(answers, seed), seed)
+    for seed in range(4):
+        proposals = Proposals(answers, seed, trees=seed > 1)
+        with_chains, fewer_steps = generate(other or backend, proposals, seed)
         assert fewer_steps < 0.8 * num_steps
         for one, two in zip(plain, with_chains, strict=True):
             assert one.outputs == two.outputs

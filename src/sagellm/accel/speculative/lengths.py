@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -138,9 +138,8 @@ class Acceptance:
         rate = (counts.accepted + PRIOR_TOKENS * prior) / (counts.decided + PRIOR_TOKENS)
         return min(max(rate, LEAST_CHANCE), MOST_CHANCE)
 
-    def verified(self, request_id: str, num_accepted: int, estimates: Estimates) -> None:
-        """So many of the request's tokens with these estimates were accepted."""
-        decided = estimates[: num_accepted + 1]
+    def verified(self, request_id: str, num_accepted: int, decided: Estimates) -> None:
+        """Tokens of the request with these estimates were decided on; the first `num_accepted` were accepted."""
         self._all.add(len(decided), num_accepted, KEPT_BY_SERVER)
         for place, estimate in enumerate(decided):
             if estimate is not None:
@@ -219,10 +218,11 @@ class ChainLengths:
         return max(1, min(most, int(math.log(min(1.0, pass_s / step_s)) / math.log(rate))))
 
     def choose(
-        self, proposals: Sequence[tuple[str, Estimates]], num_rows: int, num_prompt_tokens: int
-    ) -> list[int]:
+        self, proposals: Sequence[tuple[str, Estimates]], num_rows: int, num_prompt_tokens: int,
+        trees: Mapping[str, Sequence[int]] | None = None,
+    ) -> list[int]:  # fmt: skip
         """How many tokens of each proposal to verify. `proposals`: the request's id, and for each token the
-        proposer's estimate of its chance.
+        proposer's estimate of its chance. `trees`: by id, the parents of tokens that are a tree.
 
         The step has `num_rows` requests in decode and so many prompt tokens. Takes proposed tokens in the
         order of their chances, as many as make most tokens per second; prompt tokens count too, so chains do
@@ -234,10 +234,11 @@ class ChainLengths:
         num_others = num_rows + num_prompt_tokens
         chances: list[tuple[float, int]] = []
         for index, (name, estimates) in enumerate(proposals):
-            chance = 1.0
-            for estimate in estimates:
-                chance *= self.acceptance.chance(name, estimate)
-                chances.append((chance, index))
+            parents, reached = (trees or {}).get(name), [1.0]
+            for place, estimate in enumerate(estimates):
+                before = reached[place if parents is None else 1 + parents[place]]
+                reached.append(before * self.acceptance.chance(name, estimate))
+                chances.append((reached[-1], index))
         chances.sort(reverse=True)
         plain_s = self.times.seconds(num_others)
         speed = num_others / (plain_s or 1.0)
@@ -265,7 +266,7 @@ class ChainLengths:
         """A step has verified the first so many of the tokens chosen last."""
         pause = self._pauses.get(request_id)
         estimates = (None,) * num_proposed if pause is None else pause.estimates[:num_proposed]
-        self.acceptance.verified(request_id, num_accepted, estimates)
+        self.acceptance.verified(request_id, num_accepted, estimates[: num_accepted + 1])
 
     def forget(self, request_id: str) -> None:
         self.acceptance.forget(request_id)

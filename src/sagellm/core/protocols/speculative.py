@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
+from sagellm.core.token_trees import ROOT, branch_by_branch, check_tree, is_chain
 from sagellm.core.types import Request, Tokens
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Tokens that may follow one sequence; empty when the proposer has nothing to say.
 
+    They are a chain or, with `parents`, a tree (`core/token_trees.py`). Where fewer are verified, these are
+    the first, so a tree has its likeliest tokens first.
+
     `probabilities[i]` is the probability with which the proposer has drawn `token_ids[i]`, for rejection
     sampling; empty for proposers that draw nothing (n-gram, suffix), whose tokens count as certain.
     `acceptance[i]` is the estimated chance that the model accepts `token_ids[i]`, once it has accepted those
-    before it; empty for proposers that estimate none. It decides how many tokens are worth a step, and no
+    before it (in a tree, its ancestors); empty for proposers that estimate none. It decides how many tokens are worth a step, and no
     output depends on it.
     """
 
     token_ids: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
     acceptance: tuple[float, ...] = ()
+    parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -33,13 +41,31 @@ class Proposal:
             raise ValueError(f"{count} tokens with {len(self.probabilities)} probabilities")
         if self.acceptance and len(self.acceptance) != count:
             raise ValueError(f"{count} tokens with {len(self.acceptance)} estimates")
+        check_tree(self.token_ids, self.parents)
 
     def first(self, num_tokens: int) -> Proposal:
         """Its first tokens, at most so many."""
         if num_tokens >= len(self.token_ids):
             return self
         kept = slice(max(0, num_tokens))
-        return Proposal(self.token_ids[kept], self.probabilities[kept], self.acceptance[kept])
+        parents = self.parents[kept]
+        parents = () if is_chain(parents) else parents
+        return Proposal(self.token_ids[kept], self.probabilities[kept], self.acceptance[kept], parents)
+
+    def in_branches(self) -> Proposal:
+        """The same tree, branch by branch (`token_trees.branch_by_branch`)."""
+        order = branch_by_branch(self.parents)
+        place = {node: number for number, node in enumerate(order)} | {ROOT: ROOT}
+
+        def moved(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(values[node] for node in order) if values else ()
+
+        return Proposal(
+            moved(self.token_ids),
+            moved(self.probabilities),
+            moved(self.acceptance),
+            tuple(place[self.parents[node]] for node in order),
+        )
 
 
 class Asked(NamedTuple):

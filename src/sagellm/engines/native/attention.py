@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -178,6 +178,15 @@ class AttentionPlan:
     expanded: tuple[PrefillPlan, ...] = ()
     num_absorbed: int | None = None
     """Rows outside `expanded` are among the first so many; None: all rows."""
+    branches: BranchesPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BranchesPlan:
+    """The attention by slot of some flat `rows`: the further branches of trees. `plan` counts from 0."""
+
+    plan: AttentionPlan
+    rows: slice
 
 
 class AttentionPlanner:
@@ -195,12 +204,19 @@ class AttentionPlanner:
     ) -> None:  # fmt: skip
         self._expands, self._chunk_threads = expands, chunk_threads
         self.kernel, self._chunks, self._plain_scores = kernel, chunks, plain_scores
-        pool = kv.keys[0]
+        pool, self._kv = kv.keys[0], kv
         self._block_size = kv.block_size
         self._device, self._dtype = pool.device, pool.dtype
         bytes_per_token = (2 if kv.value_dim is None else 1) * pool[0, 0].numel() * pool.element_size()
         self._group_tokens = max(1, GROUP_BYTES // bytes_per_token)
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    @cached_property
+    def _by_slot(self) -> AttentionPlanner:
+        """A planner for sequences whose blocks are slots."""
+        return AttentionPlanner(
+            self._kv.by_slot, self.kernel, plain_scores=self._plain_scores, chunk_threads=self._chunk_threads
+        )
 
     @property
     def reads_padding(self) -> bool:
@@ -213,12 +229,22 @@ class AttentionPlanner:
         return self.kernel is not None and self._chunks
 
     def plan(
-        self, decode: Sequence[Span], chains: Sequence[Span], prefill: Sequence[Span], window: Window | None
-    ) -> AttentionPlan:
+        self, decode: Sequence[Span], chains: Sequence[Span], prefill: Sequence[Span], window: Window | None,
+        branches: Sequence[Span] = (),
+    ) -> AttentionPlan:  # fmt: skip
         """Plan `decode` spans, one token each and longest first, then `chains`, then `prefill` spans.
 
-        A kernel takes chains by rule, as decode rows: they are short, and their context is long.
+        A kernel takes chains by rule, as decode rows: they are short, and their context is long. `branches` of
+        trees, whose blocks are slots, lie between chains and prefill.
         """
+        if branches:
+            plan = self.plan(decode, chains, prefill, window)
+            first, stop = branches[0].first_row, branches[-1].rows.stop
+            own = [replace(span, first_row=span.first_row - first) for span in branches]
+            if plan.num_absorbed is not None:
+                plan = replace(plan, num_absorbed=max(plan.num_absorbed, stop))
+            by_slot = self._by_slot.plan((), own, (), window)
+            return replace(plan, branches=BranchesPlan(by_slot, slice(first, stop)))
         if isinstance(window, AttentionChunk):
             cut = partial(self._in_chunks, window.size)
             return self.plan(cut(decode), cut(chains), cut(prefill), None)
@@ -380,6 +406,9 @@ def attend(
         with nullcontext() if chunk.threads is None else torch_threads(chunk.threads):
             for tile in chunk.tiles:
                 _attend_tile(tile, keys, values, query, output, scores)
+    if plan.branches is not None:
+        rows, by_slot = plan.branches.rows, plan.branches.plan
+        output[rows] = attend(by_slot, kv.by_slot, layer, query[rows], key[rows], value[rows], scores)
     return output
 
 

@@ -16,7 +16,7 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, KernelError, PlanError
 from sagellm.core.features import PROMPT_LOGPROBS, REASONING_BUDGETS, SYNTHETIC_DRAWS
-from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult, accepted_length
+from sagellm.core.plan import Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
@@ -369,20 +369,27 @@ class NativeBackend:
         rows: list[int] = []
         token_ids: list[int] = []
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        proposed, accepted, first = dict(plan.chains), dict[int, int](), 0
+        chains, accepted, first = {chain.row: chain for chain in plan.chains}, dict[int, Sequence[int]](), 0
         for row in plan.sample_rows:
-            chain = proposed.get(row, ())
-            own = drawn.token_ids[first : first + 1 + len(chain)]
-            accepted[row] = accepted_length(chain, own)
-            places = range(first, first + 1 + accepted[row])
+            chain = chains.get(row, Chain(row, ()))
+            own = drawn.token_ids[first : first + 1 + len(chain.token_ids)]
+            accepted[row] = chain.accepted(own)
+            places = [first, *(first + 1 + index for index in accepted[row])]
             rows += [row] * len(places)
-            token_ids += own[: len(places)]
+            token_ids += [drawn.token_ids[place] for place in places]
             if first in drawn.logprobs:
                 logprobs[row] = tuple(drawn.logprobs[place] for place in places)
             first += len(own)
+        sources, targets = self._rows.moved_slots(plan, accepted)
+        if sources:
+            self._move(sources, targets)
         self._rows.advance(rows, token_ids)
-        num_accepted = tuple(accepted[row] for row, _ in plan.chains)
+        num_accepted = tuple(len(accepted[chain.row]) for chain in plan.chains)
         return StepResult(plan.step, tuple(token_ids), logprobs, prompts, num_accepted)
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move KV of accepted tokens of trees between slots."""
+        self._kv.move(sources, targets)
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`, of a chain all positions. Writes K and V to the pool."""

@@ -13,7 +13,8 @@ request. On a CPU a block takes memory when it is first written (`memory.lazy_ze
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from copy import copy
+from functools import cached_property, partial
 
 import torch
 
@@ -144,6 +145,23 @@ class PagedKV:
         if values is not None:
             self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
+    @cached_property
+    def by_slot(self) -> PagedKV:
+        """The same memory in blocks of one token: a block's id is a slot."""
+        view = copy(self)
+        view.block_size, view.num_blocks, view.on_layer = 1, self.num_blocks * self.block_size, None
+        view._pools, view.keys, view.values = (
+            [pool.flatten(0, 1)[:, None] for pool in pools] for pools in (self._pools, self.keys, self.values)
+        )
+        return view
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the K and V of tokens to other slots, all at once."""
+        moved, to = (torch.tensor(slots, device=self.device) for slots in (sources, targets))
+        for pool in self._pools:
+            tokens = pool.flatten(0, 1)
+            tokens.index_copy_(0, to, tokens.index_select(0, moved))
+
     def state_buffer(self) -> torch.Tensor:
         """Bytes for a kept state, as many as its pages have."""
         assert self.states is not None
@@ -185,9 +203,9 @@ class PagedKV:
 
         Raises `PlanError` for a block that does not exist, before anything is copied.
         """
-        for copy in copies:
-            if not 0 <= min(copy.source, copy.target) <= max(copy.source, copy.target) < self.num_blocks:
-                raise PlanError(f"{copy}: the device has {self.num_blocks} blocks")
-        for copy in copies:
+        for each in copies:
+            if not 0 <= min(each.source, each.target) <= max(each.source, each.target) < self.num_blocks:
+                raise PlanError(f"{each}: the device has {self.num_blocks} blocks")
+        for each in copies:
             for pool in self._pools:
-                pool[copy.target].copy_(pool[copy.source], non_blocking=True)
+                pool[each.target].copy_(pool[each.source], non_blocking=True)

@@ -102,6 +102,8 @@ class RecordedSteps:
             return False
         if plan.chains and self._is_cpu and self._inputs.has_chunks:  # a chain may go from one to the next
             return False
+        if any(chain.parents for chain in plan.chains):  # their branches attend by slot
+            return False
         size = self._size(rows)
         return size not in self._replays or self._replays[size] is not None
 

@@ -15,9 +15,11 @@ import torch
 
 from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
+from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join
 from sagellm.core.seeds import request_seed
+from sagellm.core.token_trees import check_tree
 from sagellm.engines.native.attention import AttentionPlanner, Span
+from sagellm.engines.native.branches import further_branches, num_in_first_branch
 from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
@@ -113,29 +115,25 @@ class BatchRows:
         *,
         recurrent: bool = False,
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; prefills
-        as planned. The positions of `scored` follow the sampled rows. `recurrent`: the model has recurrent
-        states.
+        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; further
+        branches of trees; prefills as planned. The positions of `scored` follow the sampled rows.
+        `recurrent`: the model has recurrent states.
         """
         proposed = self._proposed(plan)
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
         if proposed:
             order.sort(key=lambda i: plan.decode_rows[i] in proposed)
-        spans: list[Span] = []
-        tokens, positions, first = array("i"), array("q"), 0
+        tokens, spans = array("i"), list[Span]()
         for i in order:
             row, start = plan.decode_rows[i], plan.decode_positions[i]
-            more = proposed.get(row, ())
-            spans.append(self._span(first, row, start, 1 + len(more), len(more)))
+            chain = proposed.get(row, Chain(row, ()))
+            spans.append(self._decode_span(len(tokens), start, chain))
             tokens.append(self._rows[row].tokens[start])
-            tokens.extend(more)
-            first += 1 + len(more)
+            tokens.extend(chain.token_ids[: spans[-1].num_tokens - 1])
+        branches = self._branches(plan, order, proposed, tokens)
         for op in plan.prefills:
-            spans.append(self._span(first, op.row, op.start, op.num_tokens))
+            spans.append(self._span(len(tokens), op.row, op.start, op.num_tokens))
             tokens.extend(self._rows[op.row].tokens[op.start : op.start + op.num_tokens])
-            first += op.num_tokens
-        for span in spans:
-            positions.extend(range(span.start, span.end))
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
         in_group = [spans]
         for group in range(1, self._num_groups):
@@ -143,15 +141,48 @@ class BatchRows:
             in_group.append([replace(s, block_ids=t) for s, t in zip(spans, tables, strict=True)])
         first_chain, first_prefill = len(order) - len(proposed), len(order)
         parts = [(own[:first_chain], own[first_chain:first_prefill], own[first_prefill:]) for own in in_group]
+        slots = [
+            self._slots([*decode, *chains], self._block_size)
+            + self._slots(branches[group], 1)
+            + self._slots(prefill, self._block_size)
+            for group, (decode, chains, prefill) in enumerate(parts)
+        ]
+        in_order = [*spans[:first_prefill], *branches[0], *spans[first_prefill:]]
+        positions = array("q")
+        for span in in_order:
+            positions.extend(range(span.start, span.end))
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
-            max_position=max(span.end for span in spans) - 1,
-            slots=[to_device(self._slots(own), device) for own in in_group],
-            sampled=to_device(self._sampled(plan, order, spans, scored), device),
-            attention={kind: planner.plan(*parts[kind[0]], kind[1]) for kind in set(kinds)},
+            max_position=max(span.end for span in in_order) - 1,
+            slots=[to_device(torch.frombuffer(own, dtype=torch.long), device) for own in slots],
+            sampled=to_device(self._sampled(plan, order, spans, branches[0], scored), device),
+            attention={
+                kind: planner.plan(*parts[kind[0]], kind[1], branches[kind[0]]) for kind in set(kinds)
+            },
             recurrent=self._recurrent(spans, rows, len(order), device) if recurrent else None,
         )
+
+    def _decode_span(self, first_row: int, start: int, chain: Chain) -> Span:
+        """The row's last token and its chain; of a tree, the first branch."""
+        count = len(chain.token_ids)
+        span = self._span(first_row, chain.row, start, 1 + count, count)
+        if not chain.parents:
+            return span
+        return replace(span, num_tokens=1 + num_in_first_branch(chain.parents))
+
+    def _branches(
+        self, plan: ExecutionPlan, order: Iterable[int], proposed: Mapping[int, Chain], tokens: array[int]
+    ) -> list[list[Span]]:
+        """The spans of further branches in each KV group; appends their tokens to those of the step."""
+        found: list[list[Span]] = [[] for _ in range(self._num_groups)]
+        for i in order if any(chain.parents for chain in plan.chains) else ():
+            row, start = plan.decode_rows[i], plan.decode_positions[i]
+            for branch in further_branches(proposed[row].parents, start) if row in proposed else ():
+                for spans, table in zip(found, self._rows[row].tables, strict=True):
+                    spans.append(branch.span(len(tokens), table, self._block_size))
+                tokens.extend(proposed[row].token_ids[branch.first : branch.stop])
+        return found
 
     @staticmethod
     def _recurrent(
@@ -162,21 +193,26 @@ class BatchRows:
         spans_of = [RecurrentSpan(span.first_row, span.num_tokens, row) for span, row in prefill]
         return RecurrentRows(to_device(decode, device), spans_of)
 
-    def _proposed(self, plan: ExecutionPlan) -> dict[int, tuple[int, ...]]:
-        """The tokens of the plan's chains, by row."""
-        proposed = dict(plan.chains)
+    def _proposed(self, plan: ExecutionPlan) -> dict[int, Chain]:
+        """The plan's chains by row."""
+        proposed = {chain.row: chain for chain in plan.chains}
         if proposed and not proposed.keys() <= set(plan.decode_rows):
             raise PlanError(f"rows {sorted(proposed)} have chains, rows {list(plan.decode_rows)} decode")
-        for row, token_ids in plan.chains:
+        for row, token_ids, parents in plan.chains:
             if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
                 raise PlanError(f"row {row} has a chain {token_ids}; tokens are 0 to {self._vocab_size - 1}")
+            try:
+                check_tree(token_ids, parents)
+            except ValueError as error:
+                raise PlanError(f"row {row} has proposed tokens that are no tree: {error}") from error
         return proposed
 
-    def _slots(self, spans: Iterable[Span]) -> torch.Tensor:
-        slots, size = array("q"), self._block_size
+    @staticmethod
+    def _slots(spans: Iterable[Span], block_size: int) -> array[int]:
+        slots, size = array("q"), block_size
         for span in spans:
             slots.extend(span.block_ids[p // size] * size + p % size for p in range(span.start, span.end))
-        return torch.frombuffer(slots, dtype=torch.long)
+        return slots
 
     def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
         """The positions in this step for which prompt log-probabilities are wanted."""
@@ -206,13 +242,13 @@ class BatchRows:
         return tokens, spans, [self._rows[row].tables for row in plan.decode_rows]
 
     def _with_chains(
-        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]], *, unrolled: bool
+        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, Chain], *, unrolled: bool
     ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
         tokens: list[int] = []
         spans: list[Span] = []
         tables: list[list[array[int]]] = []
         for row, position in places:
-            batch_row, more = self._row(row), proposed.get(row, ())
+            batch_row, more = self._row(row), proposed[row].token_ids if row in proposed else ()
             whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
             own = whole.one_by_one() if unrolled else [whole]
             tokens += [batch_row.tokens[position], *more]
@@ -238,17 +274,26 @@ class BatchRows:
 
     @staticmethod
     def _sampled(
-        plan: ExecutionPlan, order: Sequence[int], spans: Sequence[Span], scored: Sequence[ScoredPrompt]
-    ) -> torch.Tensor:
+        plan: ExecutionPlan, order: Sequence[int], spans: Sequence[Span], branches: Sequence[Span],
+        scored: Sequence[ScoredPrompt],
+    ) -> torch.Tensor:  # fmt: skip
         """The flat rows of `plan.sample_rows`, of a chain all; then those of `scored`."""
         decode, prefill = spans[: len(order)], spans[len(order) :]
-        place = [0] * len(order)
-        for i, s in zip(order, decode, strict=True):
-            place[i] = s.first_row
         if plan.chains:
-            longer = {row: len(token_ids) for row, token_ids in plan.chains}
-            firsts = zip(plan.decode_rows, place, strict=True)
-            place = [first + i for row, first in firsts for i in range(1 + longer.get(row, 0))]
+            first_branches = iter(branches)
+            longer = {chain.row: chain for chain in plan.chains}
+            flat: list[list[int]] = [[]] * len(order)
+            for i, s in zip(order, decode, strict=True):
+                own, chain = [*range(s.first_row, s.rows.stop)], longer.get(plan.decode_rows[i])
+                while chain is not None and len(own) <= len(chain.token_ids):
+                    branch = next(first_branches)
+                    own += range(branch.first_row, branch.rows.stop)
+                flat[i] = own
+            place = [each for own in flat for each in own]
+        else:
+            place = [0] * len(order)
+            for i, s in zip(order, decode, strict=True):
+                place[i] = s.first_row
         ends = [
             s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
         ]
@@ -260,7 +305,7 @@ class BatchRows:
     def fresh_last_blocks(self, plan: ExecutionPlan) -> list[int]:
         """Last blocks of the step's rows that hold no computed token yet."""
         size = self._block_size
-        longer = {row: len(token_ids) for row, token_ids in plan.chains}
+        longer = {row: len(token_ids) for row, token_ids in plan.proposed.items()}
         places = zip(plan.decode_rows, plan.decode_positions, strict=True)
         ends = [(row, at, at + longer.get(row, 0)) for row, at in places]
         ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]
@@ -276,12 +321,30 @@ class BatchRows:
 
     def chain_samplers(self, plan: ExecutionPlan) -> list[RowSampler]:
         """The sampler of each row of logits; in a chain, after the tokens before."""
-        proposed = dict(plan.chains)
-        return [
-            self._row(row).sampler.after(proposed.get(row, ())[:i])
-            for row in plan.sample_rows
-            for i in range(1 + len(proposed.get(row, ())))
-        ]
+        chains, found = {chain.row: chain for chain in plan.chains}, list[RowSampler]()
+        for row in plan.sample_rows:
+            sampler = self._row(row).sampler
+            found.append(sampler)
+            if row in chains:
+                found += [sampler.after(path) for path in chains[row].paths()]
+        return found
+
+    def moved_slots(
+        self, plan: ExecutionPlan, accepted: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], list[int]]:
+        """From where and to where KV of accepted tokens moves: of trees, to the tokens' positions.
+
+        `accepted`: by row, the indices of its accepted tokens.
+        """
+        positions = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
+        sources, targets, size = list[int](), list[int](), self._block_size
+        for chain in plan.chains:
+            for depth, node in enumerate(accepted[chain.row] if chain.parents else ()):
+                for table in self._rows[chain.row].tables if node != depth else ():
+                    for slots, index in ((sources, node), (targets, depth)):
+                        place = positions[chain.row] + 1 + index
+                        slots.append(table[place // size] * size + place % size)
+        return sources, targets
 
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Append a token to each of `rows`. One with a chain may be there several times."""

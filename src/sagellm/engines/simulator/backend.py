@@ -10,7 +10,7 @@ from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, ConfigError
-from sagellm.core.plan import ExecutionPlan, StepResult, accepted_length
+from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_tiers import BlockStorage
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
@@ -123,7 +123,10 @@ class SimulatedBackend:
         drawn = tuple([tokens[row] for row in plan.sample_rows])
         if not self._wants_logprobs and not plan.chains:
             return StepResult(plan.step, drawn, {})
-        accepted = {row: accepted_length(ids, [tokens[row]] * len(ids)) for row, ids in plan.chains}
+        accepted = {
+            chain.row: len(chain.accepted([tokens[chain.row]] * (1 + len(chain.token_ids))))
+            for chain in plan.chains
+        }
         drawn = tuple([tokens[row] for row in plan.sample_rows for _ in range(1 + accepted.get(row, 0))])
         logprobs = {
             row: (TokenLogprob(tokens[row], 0.0),) * (1 + accepted.get(row, 0))
@@ -164,9 +167,9 @@ class SimulatedBackend:
         chunks = [(op.start, op.num_tokens) for op in plan.prefills]
         if plan.chains:
             position_of = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
-            chunks += [(position_of[row], 1 + len(ids)) for row, ids in plan.chains]
+            chunks += [(position_of[chain.row], 1 + len(chain.token_ids)) for chain in plan.chains]
             num_decodes -= len(plan.chains)
-            decode_context -= sum(position_of[row] for row, _ in plan.chains)
+            decode_context -= sum(position_of[chain.row] for chain in plan.chains)
         return StepShape(
             num_decodes,
             decode_context + num_decodes,

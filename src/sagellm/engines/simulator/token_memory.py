@@ -15,8 +15,9 @@ from struct import Struct
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.features import REASONING_BUDGETS
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, KeptState, StepResult
+from sagellm.core.plan import BlockCopy, Chain, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
+from sagellm.core.token_trees import ROOT, depths_of
 from sagellm.core.types import (
     CapabilityDescriptor,
     KVCacheSchema,
@@ -134,11 +135,11 @@ class TokenMemoryBackend:
             self._rows[delta.row].blocks[delta.first :] = delta.block_ids
         for copy in plan.copies:
             self._copy(copy)
-        chains = dict(plan.chains)
+        chains = {chain.row: chain for chain in plan.chains}
         if not chains.keys() <= set(plan.decode_rows):
             raise BookkeepingError(f"rows {sorted(chains)} have chains, rows {plan.decode_rows} decode")
         self._compute_all(plan, chains)
-        drawn = {row: self._draw_chain(row, chains.get(row, ())) for row in plan.sample_rows}
+        drawn = {row: self._draw_chain(row, chains.get(row, Chain(row, ()))) for row in plan.sample_rows}
         logprobs = {}
         for number, own in drawn.items():
             tokens = self._rows[number].tokens
@@ -177,15 +178,15 @@ class TokenMemoryBackend:
                     f"{join.request_id}: slot {slot} has not the state: {self._memory[slot]}"
                 )
 
-    def _compute_all(self, plan: ExecutionPlan, chains: Mapping[int, tuple[int, ...]]) -> None:
+    def _compute_all(self, plan: ExecutionPlan, chains: Mapping[int, Chain]) -> None:
         """Compute what the plan says, and keep states on the way."""
         for kept in plan.kept_states:
             if kept.num_tokens == self._rows[kept.row].num_in_state:
                 self._keep(kept)
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-            proposed = chains.get(row, ())
-            self._rows[row].tokens.extend(proposed)
-            self._compute(row, position, position + 1 + len(proposed))
+            self._compute(row, position, position + 1)
+            if row in chains:
+                self._compute_proposed(chains[row], position + 1)
         for op in plan.prefills:
             before = self._rows[op.row].num_in_state
             self._compute(op.row, op.start, op.start + op.num_tokens)
@@ -228,6 +229,27 @@ class TokenMemoryBackend:
             for position in range(first_seen(window, start), end):
                 self._read(row_id, position, group)
 
+    def _compute_proposed(self, chain: Chain, start: int) -> None:
+        """Write proposed tokens from slot `start` on, each with the position of its depth."""
+        row, parents = self._rows[chain.row], chain.parents or range(-1, len(chain.token_ids) - 1)
+        for node, (token_id, depth) in enumerate(zip(chain.token_ids, depths_of(parents), strict=True)):
+            for group in range(len(self._windows)):
+                self._memory[self._slot(row, start + node, group)] = (token_id, start + depth, group)
+
+    def _accept(self, row_id: int, token_id: int, place: int) -> None:
+        """Append an accepted token, whose KV comes from slot `place` to its position."""
+        row = self._rows[row_id]
+        position = len(row.tokens)
+        row.tokens.append(token_id)
+        for group, window in enumerate(self._windows):
+            if place != position:
+                self._move(self._slot(row, place, group), self._slot(row, position, group))
+            for seen in range(first_seen(window, position), position + 1):
+                self._read(row_id, seen, group)
+
+    def _move(self, source: int, target: int) -> None:
+        self._memory[target] = self._memory[source]
+
     def _read(self, row_id: int, position: int, group: int) -> int:
         row = self._rows[row_id]
         entry = self._memory[self._slot(row, position, group)]
@@ -239,21 +261,24 @@ class TokenMemoryBackend:
             raise BookkeepingError(f"row {row_id}: group {group} has another token at {position}: {entry}")
         return entry[0]
 
-    def _draw_chain(self, row_id: int, proposed: Sequence[int]) -> list[int]:
-        """The tokens drawn for a row; takes the proposed ones off its tokens."""
-        row, drawn = self._rows[row_id], list[int]()
-        tokens, reasoning = row.tokens, None if row.reasoning is None else replace(row.reasoning)
-        num_tokens = len(tokens) - len(proposed)
-        for expected in (*proposed, None):
-            drawn.append(self._draw(row_id, num_tokens + len(drawn)))
+    def _draw_chain(self, row_id: int, chain: Chain) -> list[int]:
+        """The tokens drawn for a row, up to the first that is not proposed."""
+        row, drawn, node = self._rows[row_id], list[int](), ROOT
+        reasoning, start = None if row.reasoning is None else replace(row.reasoning), len(row.tokens)
+        parents = chain.parents or range(-1, len(chain.token_ids) - 1)
+        child = {pair: i for i, pair in enumerate(zip(parents, chain.token_ids, strict=True))}
+        while True:
+            drawn.append(self._draw(row_id, start + len(drawn)))
             if reasoning is not None:
                 drawn[-1] = drawn[-1] if reasoning.forced_id is None else reasoning.forced_id
                 reasoning.push(drawn[-1])
-            if drawn[-1] != expected:
+            if (node, drawn[-1]) not in child:
                 break
+            node = child[node, drawn[-1]]
+            self._accept(row_id, drawn[-1], start + node)
         row.reasoning = reasoning
-        for _ in proposed:
-            tokens.pop()
+        for _ in drawn[1:]:
+            row.tokens.pop()
         return drawn
 
     def _draw(self, row_id: int, num_tokens: int) -> int:

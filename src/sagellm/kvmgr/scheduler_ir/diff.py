@@ -42,6 +42,8 @@ class RequestPart:
     """Of the token that it decodes."""
     chain: tuple[int, ...] = ()
     """The tokens that are proposed behind it."""
+    parents: tuple[int, ...] = ()
+    """Of a tree of them."""
 
 
 def diff(
@@ -115,8 +117,8 @@ def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, RequestPart]:
     for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
         part = part_in(row)
         part.position, part.work = position, part.work or f"decode at {position}"
-    for row, token_ids in plan.chains:
-        part_in(row).chain = token_ids
+    for chain in plan.chains:
+        part_in(chain.row).chain, part_in(chain.row).parents = chain.token_ids, chain.parents
     return parts
 
 
@@ -137,9 +139,14 @@ def _of_request(name: str, a: RequestPart, b: RequestPart, num_steps: int) -> It
     yield from _either(name, "joined", a.join, b.join)
     if not _decodes_on(a, b, num_steps):
         yield from _either(name, "computes", a.work, b.work, "before" if num_steps else "not")
-    before = a.chain if not num_steps else ()
-    yield from _either(name, "proposed are", *(numbers(ids) if ids else "" for ids in (before, b.chain)))
+    before = RequestPart() if num_steps else a
+    yield from _either(name, "proposed are", _proposed(before), _proposed(b))
     yield from _either(name, "blocks", a.blocks, b.blocks)
+
+
+def _proposed(part: RequestPart) -> str:
+    chain = numbers(part.chain) if part.chain else ""
+    return f"{chain} behind {numbers(part.parents)}" if part.parents else chain
 
 
 def _decodes_on(a: RequestPart, b: RequestPart, num_steps: int) -> bool:

@@ -53,7 +53,9 @@ def freeze(
         placements=tuple(draft.placements.items()),
         preempted=tuple([state.request_id for state in draft.preempted]),
         rejected=tuple(draft.rejected.items()),
-        chains=tuple([Chain(state.row, token_ids) for state, token_ids in draft.proposals.items()]),
+        chains=tuple(
+            [Chain(state.row, ids, draft.parents.get(state, ())) for state, ids in draft.proposals.items()]
+        ),
         num_draft_tokens=draft.num_draft_tokens,
         decisions=tuple(draft.decisions),
     )

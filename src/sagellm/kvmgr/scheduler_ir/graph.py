@@ -101,7 +101,7 @@ class IRGraph:
             ),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
-            chains=tuple(Chain(op.row, op.chain) for op in decodes if op.chain),
+            chains=tuple(Chain(op.row, op.chain, op.parents) for op in decodes if op.chain),
             prefills=tuple(_record(op, Prefill) for op in only_of(ops, PrefillOp)),
             copies=tuple(_record(op, BlockCopy) for op in only_of(ops, CopyOp)),
             kept_states=tuple(KeptState(op.row, op.num_tokens, op.pages) for op in only_of(ops, KeepOp)),
@@ -211,12 +211,14 @@ class _Derivation:
         return {self._row_op[row]} if row in self._row_op else set()
 
     def _compute(self, plan: ExecutionPlan) -> None:
-        chains = dict(plan.chains)
+        chains = {chain.row: chain for chain in plan.chains}
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             name, after = self._names.get(row), self._before_compute(row)
-            chain = chains.pop(row, ())
+            _, chain, parents = chains.pop(row, Chain(row, ()))
             self._computes[name].append(
-                self._add(DecodeOp, after, row=row, position=position, chain=chain, request_id=name)
+                self._add(
+                    DecodeOp, after, row=row, position=position, chain=chain, parents=parents, request_id=name
+                )
             )
         if chains:
             raise PlanError(f"row {next(iter(chains))} has a chain, and does not decode")

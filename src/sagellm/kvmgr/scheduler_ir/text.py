@@ -436,6 +436,7 @@ DECODE = (
     *MAYBE_IN_ROW,
     Part("at", "position", INTEGER, "a position"),
     Part("chain", "chain", NUMBERS, "the proposed tokens", default=()),
+    Part("parents", "parents", NUMBERS, "the parents of the tokens", default=()),
 )
 KEEP = (
     *MAYBE_IN_ROW,

@@ -8,6 +8,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
 from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.token_trees import check_tree
 from sagellm.core.types import RequestStatus
 
 
@@ -56,6 +57,10 @@ def verify_proposals(draft: Draft, vocab_size: int, num_slots: Callable[[str], i
             raise PlanError(f"{name} has proposed tokens and does not decode in this step")
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= vocab_size:
             raise PlanError(f"{name} has proposed tokens {token_ids}; tokens are 0 to {vocab_size - 1}")
+        try:
+            check_tree(token_ids, draft.parents.get(state, ()))
+        except ValueError as error:
+            raise PlanError(f"{name} has proposed tokens that are no tree: {error}") from error
         if end > num_slots(name):
             raise PlanError(f"{name} computes up to token {end}, its blocks hold {num_slots(name)}")
     if draft.num_tokens > draft.token_budget:

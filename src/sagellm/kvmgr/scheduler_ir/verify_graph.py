@@ -33,6 +33,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
+from sagellm.core.token_trees import check_tree
 from sagellm.core.types import Window, first_seen
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph, only_of
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
@@ -361,6 +362,10 @@ def _compute_problems(op: ComputeOp, row: Row, block_size: int, num_groups: int)
         yield f"{op.name} draws a token after {end} of {row.num_tokens} tokens; draw after the last"
     if chain and min(chain) < 0:
         yield f"{op.name} has a proposed token {min(chain)}; tokens are numbered from 0 on"
+    try:
+        check_tree(chain, op.parents if isinstance(op, DecodeOp) else ())
+    except ValueError as error:
+        yield f"{op.name} has proposed tokens that are no tree: {error}"
     room = len(row.block_ids) // num_groups * block_size
     if op.end > room:
         yield (

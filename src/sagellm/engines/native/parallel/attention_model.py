@@ -132,7 +132,7 @@ def micro_batches(plan: ExecutionPlan, fewest: int) -> list[ExecutionPlan]:
 
     They have its rows, in its order. A chunk or a chain is not cut.
     """
-    longer = {row: len(token_ids) for row, token_ids in plan.chains}
+    longer = {row: len(token_ids) for row, token_ids in plan.proposed.items()}
     sizes = [1 + longer.get(row, 0) for row in plan.decode_rows] + [op.num_tokens for op in plan.prefills]
     total, best, count, before = sum(sizes), 0, 0, 0
     for i, size in enumerate(sizes):

@@ -105,8 +105,12 @@ class FirstRank(LeadingRank):
         counts = result.num_drawn(plan)
         rows = [row for row, n in zip(plan.decode_rows, counts, strict=True) for _ in range(n)]
         rows += [op.row for op in plan.prefills if op.samples]
-        self._drawn = Drawn(rows, result.token_ids)
+        self._drawn = self._drawn._replace(rows=rows, token_ids=result.token_ids)
         return result
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        super()._move(sources, targets)
+        self._drawn = Drawn(sources=sources, targets=targets)
 
     def kv_bytes(self) -> PoolBytes:
         """Raises `ConfigError`: a block of this rank is a part of a block."""
@@ -173,8 +177,10 @@ class FollowingRank(NativeBackend):
     def follow(self, message: bytes) -> None:
         """Compute the step of a message. Raises what ends this rank."""
         plan, drawn = decode(message)
-        self._rows.advance(*drawn)
+        self._rows.advance(drawn.rows, drawn.token_ids)
         with self._current_device():
+            if drawn.sources:
+                self._kv.move(drawn.sources, drawn.targets)
             self._begin(plan)  # the first rank has begun it, so an error here is a difference between ranks
             try:
                 self._kv.copy_blocks(plan.copies)

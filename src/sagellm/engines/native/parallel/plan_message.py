@@ -15,10 +15,15 @@ from sagellm.core.types import SamplingParams, Tokens
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn for rows, in order. A row with a chain may be there several times."""
+    """Tokens that were drawn for rows, in order. A row with a chain may be there several times.
+
+    KV of accepted tokens of trees has moved from slots `sources` to `targets`.
+    """
 
     rows: Sequence[int] = ()
     token_ids: Sequence[int] = ()
+    sources: Sequence[int] = ()
+    targets: Sequence[int] = ()
 
 
 class _Reader:
@@ -52,8 +57,8 @@ def encode(plan: ExecutionPlan, drawn: Drawn) -> bytes:
         numbers.append(len(values))
         numbers.extend(values)
 
-    put(drawn.rows)
-    put(drawn.token_ids)
+    for part in drawn:
+        put(part)
     put(plan.left)
     numbers.append(len(plan.joined))
     for join in plan.joined:
@@ -79,13 +84,14 @@ def encode(plan: ExecutionPlan, drawn: Drawn) -> bytes:
     for chain in plan.chains:
         numbers.append(chain.row)
         put(chain.token_ids)
+        put(chain.parents)
     return numbers.tobytes()
 
 
 def decode(message: bytes) -> tuple[ExecutionPlan, Drawn]:
     """The plan, with rows for request ids, and what was drawn before."""
     read = _Reader(message)
-    step, drawn = read.one(), Drawn(read.list(), read.list())
+    step, drawn = read.one(), Drawn(*(read.list() for _ in Drawn._fields))
     plan = ExecutionPlan(
         step,
         left=read.list(),
@@ -95,7 +101,7 @@ def decode(message: bytes) -> tuple[ExecutionPlan, Drawn]:
         decode_positions=read.list(),
         prefills=tuple(_prefill(*read.some(4)) for _ in read.times()),
         copies=tuple(BlockCopy(*read.some(2)) for _ in read.times()),
-        chains=tuple(Chain(read.one(), read.list()) for _ in read.times()),
+        chains=tuple(Chain(read.one(), read.list(), read.list()) for _ in read.times()),
     )
     return plan, drawn
 
