@@ -225,7 +225,7 @@ class Case:
     def _speculation(self, backend: TokenMemoryBackend) -> Speculation | None:
         if not self.num_proposed:
             return None
-        return Speculation(RandomProposer(backend, self.seed), self.num_proposed)
+        return Speculation(RandomProposer(backend, self.seed, trees=bool(self.seed % 2)), self.num_proposed)
 
     def fits_alone(self, one: Request, num_pinned: int) -> bool:
         """Whether the request could end with nothing else running, whatever the cache holds then: below its

@@ -80,7 +80,10 @@ def answers(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_stop_tokens_and_lengths_inside_a_chain(seed: int, overlap: bool) -> None:
-    """Requests that end by a stop token, an EOS, the length of the answer or of the model."""
+    """Requests that end by a stop token, an EOS, the length of the answer or of the model.
+
+    Every second case has trees.
+    """
     draw = random.Random(seed)
     requests = []
     for name in "abcdef":
@@ -101,7 +104,7 @@ def test_stop_tokens_and_lengths_inside_a_chain(seed: int, overlap: bool) -> Non
         )
     plain = answers(fake_engine(TokenMemoryBackend(max_model_len=48)), requests)
     backend = TokenMemoryBackend(max_model_len=48)
-    speculation = Speculation(RandomProposer(backend, seed), 5)
+    speculation = Speculation(RandomProposer(backend, seed, trees=bool(seed % 2)), 5)
     engine = fake_engine(backend, speculation=speculation, overlap=overlap)
     proposed = answers(engine, requests)
     engine.close()

@@ -72,6 +72,7 @@ JOINS = st.builds(
 )
 PLACEMENTS = st.builds(PhasePlacement, NAMES, NAMES, NAMES, NAMES)
 CHAINS = st.just(()) | st.lists(NUMBERS, max_size=4).map(tuple)
+PARENTS = st.just(()) | st.lists(st.integers(-1, 3), max_size=4).map(tuple)
 DECODES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4)
 
 
@@ -84,7 +85,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
     """Any plan: also one that no scheduler would make."""
     decodes = draw(DECODES)
     rows = [row for row, _ in decodes]
-    chains = () if len(set(rows)) < len(rows) else [(row, draw(CHAINS)) for row in rows]
+    chains = () if len(set(rows)) < len(rows) else [(row, draw(CHAINS), draw(PARENTS)) for row in rows]
     return ExecutionPlan(
         step=draw(NUMBERS),
         joined=draw(tuples(JOINS)),
@@ -92,7 +93,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         table_deltas=draw(tuples(st.builds(BlockTableDelta, NUMBERS, NUMBERS, BLOCKS))),
         decode_rows=tuple(row for row, _ in decodes),
         decode_positions=tuple(position for _, position in decodes),
-        chains=tuple(Chain(row, token_ids) for row, token_ids in chains if token_ids),
+        chains=tuple(Chain(*chain) for chain in chains if chain[1]),
         prefills=draw(tuples(st.builds(Prefill, NUMBERS, NAMES, NUMBERS, NUMBERS, st.booleans()))),
         copies=draw(tuples(st.builds(BlockCopy, NUMBERS, NUMBERS))),
         transfers=draw(tuples(st.builds(Transfer, NAMES, BLOCKS, NAMES))),
@@ -147,7 +148,7 @@ def run_engine(
         backend,
         max_batched_tokens=budget,
         passes=[PreemptAtRandom(seed, 0.05)],
-        speculation=Speculation(RandomProposer(backend, seed), num_proposed) if num_proposed else None,
+        speculation=Speculation(RandomProposer(backend, seed, trees=True), num_proposed) if num_proposed else None,
     )
     waiting = list(_requests(random, 12))
     while waiting or engine.has_work():

@@ -64,6 +64,12 @@ def test_proposed_tokens_need_slots() -> None:
         check(RIGHT.replace("at 8 after", "at 8 chain [3:7] after"), token_budget=None)
 
 
+def test_proposed_tokens_that_are_no_tree() -> None:
+    check(RIGHT.replace("at 8 after", "at 8 chain [3:6] parents [-1, 0, 0] after"), token_budget=None)
+    with pytest.raises(PlanError, match="no tree: 3 tokens with 2 parents"):
+        check(RIGHT.replace("at 8 after", "at 8 chain [3:6] parents [-1, 0] after"), token_budget=None)
+
+
 def test_proposed_tokens_of_a_row_that_does_not_decode() -> None:
     with pytest.raises(PlanError, match="row 3 has a chain, and does not decode"):
         IRGraph.of(ExecutionPlan(0, chains=(Chain(3, (1,)),)))

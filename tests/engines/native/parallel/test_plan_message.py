@@ -41,15 +41,15 @@ plans = st.builds(
     decode_positions=numbers,
     prefills=tuples(small, st.just("r"), small, small, st.booleans(), of=Prefill),
     copies=tuples(small, small, of=BlockCopy),
-    chains=tuples(small, numbers, of=Chain),
+    chains=tuples(small, numbers, numbers, of=Chain),
 )
 
 
 @given(plans, st.lists(st.tuples(small, small), max_size=4))
 def test_a_message_holds_the_plan(plan: ExecutionPlan, drawn: list[tuple[int, int]]) -> None:
     rows, token_ids = tuple(row for row, _ in drawn), tuple(token for _, token in drawn)
-    found, then = decode(encode(plan, Drawn(rows, token_ids)))
-    assert then == (rows, token_ids)
+    found, then = decode(encode(plan, Drawn(rows, token_ids, token_ids, rows)))
+    assert then == (rows, token_ids, token_ids, rows)
     bare = [
         replace(
             join,
