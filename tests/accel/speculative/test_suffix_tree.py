@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sagellm.accel.speculative import native_suffix_tree
 from sagellm.accel.speculative.native_suffix_tree import NativeSuffixTree, native_suffix_trees
-from sagellm.accel.speculative.suffix_tree import SuffixRules, SuffixTree
+from sagellm.accel.speculative.suffix_tree import MOST_CONTINUED, SuffixRules, SuffixTree
 from sagellm.core.errors import BookkeepingError, KernelError
+from sagellm.core.token_trees import check_tree
 from sagellm.core.types import Tokens
 from tests.effort import examples
 
@@ -22,11 +23,11 @@ KINDS = ["python", *(["c++"] if LIBRARY else [])]
 needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
 
 
-def make(kind: str, rules: SuffixRules, *, removes: bool = False) -> Any:
+def make(kind: str, rules: SuffixRules, *, removes: bool = False, branches: int = 1) -> Any:
     if kind == "python":
-        return SuffixTree(rules, removes=removes)
+        return SuffixTree(rules, removes=removes, branches=branches)
     assert LIBRARY is not None
-    return NativeSuffixTree(LIBRARY, rules, removes=removes)
+    return NativeSuffixTree(LIBRARY, rules, removes=removes, branches=branches)
 
 
 rule_sets = st.builds(
@@ -127,6 +128,113 @@ def test_proposals_are_those_of_a_search(
             tree.check()
             expected = defined(tokens.tolist(), ended, most, rules)
             assert (list(found.token_ids), list(found.chances)) == expected
+
+
+def chance_of(sequences: list[list[int]], path: list[int], num_matched: int, rules: SuffixRules,
+              *, grows: bool) -> dict[int, float]:  # fmt: skip
+    """What follows the end of a path, whose first `num_matched` tokens are matched, and how likely it is."""
+    if len(path) >= rules.depth or (grows and not continuations(sequences, path[:num_matched])):
+        return {}
+    options = continuations(sequences, path)
+    if options:
+        total = sum(count for count, _, _ in options)
+        return {token: rules.trust(len(path)) * (count / total) for count, _, token in options}
+    if not grows:
+        return {}
+    longer = [*sequences[0], *path[num_matched:]]
+    starts = range(len(sequences[0]) - num_matched)
+    following = [longer[k + len(path)] for k in starts if longer[k : k + len(path)] == path]
+    return {following[0]: rules.trust(len(path))} if following else {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(120), deadline=None)
+@given(rules=rule_sets, own=st.lists(texts, min_size=1, max_size=3), past=st.lists(texts, max_size=3),
+       most=st.integers(1, 9))  # fmt: skip
+def test_trees_have_the_likeliest_paths_of_a_search(
+    kind: str, rules: SuffixRules, own: list[list[int]], past: list[list[int]], most: int
+) -> None:
+    tree = make(kind, rules, branches=9)
+    shared, tokens = make(kind, rules, removes=True, branches=9), Tokens()
+    for text in past:
+        shared.insert(array("i", text))
+    for part in own:
+        tokens.extend(part)
+        found = tree.propose(tokens, most, shared)
+        tree.check()
+        text, paths, products = tokens.tolist(), [list[int]()], [1.0]
+        check_tree(found.token_ids, found.parents)
+        for token, parent in zip(found.token_ids, found.parents, strict=True):
+            paths.append([*paths[parent + 1], token])
+        matches = [
+            (sequences, size, grows)
+            for sequences, grows in (([text], True), (past, False))
+            for size in sizes_of(sequences, text, rules, grows=grows)
+        ]
+        expected: list[dict[int, float]] = []
+        for path in paths:
+            best: dict[int, float] = {}
+            for sequences, size, grows in matches:
+                known = [*text[len(text) - size :], *path]
+                for token, chance in chance_of(sequences, known, size, rules, grows=grows).items():
+                    best[token] = max(best.get(token, 0.0), chance)
+            expected.append(best)
+        for token, parent, chance in zip(found.token_ids, found.parents, found.chances, strict=True):
+            assert chance == expected[parent + 1][token]
+            products.append(products[parent + 1] * chance)
+        left = [
+            products[i] * chance
+            for i, best in enumerate(expected)
+            for token, chance in best.items()
+            if [*paths[i], token] not in paths
+        ]
+        assert products == sorted(products, reverse=True)
+        bound = products[-1] if len(found.token_ids) == most else rules.min_probability
+        assert all(product <= bound or product < rules.min_probability for product in left)
+
+
+def sizes_of(sequences: list[list[int]], text: list[int], rules: SuffixRules, *, grows: bool) -> list[int]:
+    """The longest match, and those of half its length and so on."""
+    for size in range(min(rules.depth - 1, len(text)), rules.min_match - 1, -1):
+        path = text[len(text) - size :]
+        if any(
+            own[at : at + size] == path for own in sequences for at in range(len(own) - size + 1 - grows)
+        ):
+            return [size >> n for n in range(9) if size >> n >= rules.min_match]
+    return []
+
+
+@needs_compiler
+@settings(max_examples=examples(150), deadline=None)
+@given(rules=rule_sets, own=st.lists(texts, min_size=1, max_size=4), past=st.lists(texts, max_size=5),
+       most=st.integers(1, 20), branches=st.integers(2, 5), kept=st.integers(0, 3))  # fmt: skip
+def test_both_trees_branch_alike(
+    rules: SuffixRules, own: list[list[int]], past: list[list[int]], most: int, branches: int, kept: int
+) -> None:
+    trees = [make(kind, rules, branches=branches) for kind in KINDS]
+    shared = [make(kind, rules, removes=True, branches=branches) for kind in KINDS]
+    tokens = Tokens()
+    for number in range(max(len(own), len(past))):
+        for each in shared if number < len(past) else ():
+            each.insert(array("i", past[number]))
+            if number >= kept:
+                each.remove_oldest()
+            each.check()
+        tokens.extend(own[number] if number < len(own) else [])
+        one, two = (tree.propose(tokens, most, old) for tree, old in zip(trees, shared, strict=True))
+        assert one == two
+        for tree in trees:
+            tree.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_with_many_continuations_give_the_best_alone(kind: str) -> None:
+    rules = SuffixRules(4, 2.0, 0.0, 1, 0.0)
+    for many, expected in ((MOST_CONTINUED - 1, {5, 6}), (MOST_CONTINUED + 1, {5})):
+        tree = make(kind, rules, branches=2)
+        text = [token for i in range(many) for token in (1, 6 if i % 4 == 3 else 5, 7 + i)]
+        found = tree.propose(Tokens([*text, 1]), 8)
+        assert {t for t, p in zip(found.token_ids, found.parents, strict=True) if p == -1} == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

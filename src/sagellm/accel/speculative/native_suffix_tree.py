@@ -26,9 +26,11 @@ class NativeSuffixTree:
     Python's lock, which costs less than giving it back.
     """
 
-    def __init__(self, library: NativeSuffixTrees, rules: SuffixRules, *, removes: bool) -> None:
-        self._library = library
-        self._tree = library.new(rules, removes=removes)
+    def __init__(
+        self, library: NativeSuffixTrees, rules: SuffixRules, *, removes: bool, branches: int = 1
+    ) -> None:
+        self._library, self._branches = library, branches
+        self._tree = library.new(rules, removes=removes, branches=branches > 1)
         weakref.finalize(self, library.free, self._tree)
         self._num_seen = 0
 
@@ -62,7 +64,7 @@ class NativeSuffixTree:
         address, count = tokens.live.buffer_info()
         library, seen = self._library, self._num_seen
         self._num_seen = count
-        found = library.propose(
+        asked = (
             self._tree,
             shared and shared._tree,
             address + seen * TOKEN_BYTES,
@@ -71,9 +73,16 @@ class NativeSuffixTree:
             library.token_ids,
             library.chances,
         )
+        is_tree = self._branches > 1
+        found: int = (
+            library.propose_tree(*asked, self._branches, library.parents)
+            if is_tree
+            else library.propose(*asked)
+        )
         if found < 0:
             raise MemoryError("no memory for a suffix tree")
-        return SuffixProposal(tuple(library.token_ids[:found]), tuple(library.chances[:found]))
+        parents = tuple(library.parents[:found]) if is_tree else ()
+        return SuffixProposal(tuple(library.token_ids[:found]), tuple(library.chances[:found]), parents)
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless sums, best children, links and labels fit."""
@@ -90,9 +99,10 @@ class NativeSuffixTrees:
         int64, uint32 = ctypes.c_int64, ctypes.c_uint32
         self.token_ids = (ctypes.c_int32 * MAX_DEPTH)()
         self.chances = (ctypes.c_double * MAX_DEPTH)()
+        self.parents = (ctypes.c_int32 * MAX_DEPTH)()
         self._secret = (ctypes.c_uint64 * 2)(secrets.randbits(64), secrets.randbits(64))
         self._new = library.sagellm_suffix_tree_new
-        self._new.argtypes = (uint32, uint32, *(ctypes.c_double,) * 3, ctypes.c_int, ctypes.c_void_p)
+        self._new.argtypes = (uint32, uint32, *(ctypes.c_double,) * 3, *(ctypes.c_int,) * 2, ctypes.c_void_p)
         self._new.restype = _Tree
         self.free = library.sagellm_suffix_tree_free
         self.free.argtypes, self.free.restype = (_Tree,), None
@@ -105,15 +115,17 @@ class NativeSuffixTrees:
             *(_Tree, _Tree, ctypes.c_void_p, int64, uint32),
             *(ctypes.c_void_p, ctypes.c_void_p),
         )
+        self.propose_tree = library.sagellm_suffix_tree_propose_tree
+        self.propose_tree.argtypes = (*self.propose.argtypes, uint32, ctypes.c_void_p)
         self._sizes = library.sagellm_suffix_tree_sizes
         self._sizes.argtypes, self._sizes.restype = (_Tree, ctypes.c_void_p), None
         self.check = library.sagellm_suffix_tree_check
         self.check.argtypes, self.check.restype = (_Tree,), ctypes.c_char_p
 
-    def new(self, rules: SuffixRules, *, removes: bool) -> int:
+    def new(self, rules: SuffixRules, *, removes: bool, branches: bool) -> int:
         """The address of a new tree."""
         settings = rules.depth, rules.min_match, rules.alpha, rules.min_probability, rules.doubt
-        tree: int | None = self._new(*settings, removes, self._secret)
+        tree: int | None = self._new(*settings, removes, branches, self._secret)
         if tree is None:
             raise MemoryError("no memory for a suffix tree")
         return tree

@@ -20,30 +20,41 @@ from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Namespace, Request, Tokens
 
 
+CHAIN_PROBABILITY, TREE_PROBABILITY = 0.1, 0.02
+
+
 class Suffix:
     """Implements `Proposer`. `depth` to `doubt`: see `SuffixRules`.
 
     `shared_tokens`: the most tokens of ended requests that are kept, over all namespaces; the oldest outputs
     go first. 0 keeps none. A request counts `depth` tokens more than its output has, for the tree that it may
-    need. `native`: use C++ where it can be compiled.
+    need. `branches`: above 1 proposals are trees, in which each match gives so many tokens behind another at
+    most. `min_probability` is by default 0.1 for chains, and 0.02 for trees, whose paths are less likely.
+    `native`: use C++ where it can be compiled.
     """
 
     def __init__(
         self,
         depth: int = 64,
         alpha: float = 2.0,
-        min_probability: float = 0.1,
+        min_probability: float | None = None,
         min_match: int = 1,
         doubt: float = 2.0,
         shared_tokens: int = 262_144,
+        branches: int = 1,
         *,
         native: bool = True,
     ) -> None:
         if shared_tokens < 0:
             raise ValueError(f"shared_tokens must be at least 0, got {shared_tokens}")
+        if branches < 1:
+            raise ValueError(f"branches must be at least 1, got {branches}")
+        if min_probability is None:
+            min_probability = CHAIN_PROBABILITY if branches == 1 else TREE_PROBABILITY
         rules = SuffixRules(depth, alpha, min_probability, min_match, doubt)
         library = native_suffix_trees() if native else None
-        self._make: Any = partial(NativeSuffixTree, library) if library else SuffixTree
+        make: Any = partial(NativeSuffixTree, library) if library else SuffixTree
+        self._make: Any = partial(make, branches=branches)
         self._rules = rules
         self._trees: dict[str, Any] = {}
         self._shared = SharedOutputs(rules, shared_tokens, self._make)
@@ -57,7 +68,7 @@ class Suffix:
         if tree is None:
             tree = self._trees[request.request_id] = self._make(self._rules, removes=False)
         found = tree.propose(tokens, num_tokens, self._shared.trees.get(request.namespace))
-        return Proposal(found.token_ids, acceptance=found.chances)
+        return Proposal(found.token_ids, acceptance=found.chances, parents=found.parents)
 
     def observe(self, request_id: str, num_accepted: int) -> None:
         """The trees learn from the tokens themselves."""

@@ -27,6 +27,7 @@ constexpr Id STALE = ~0u;
 constexpr Position FIRST = -64;
 constexpr uint32_t MAX_DEPTH = 256;
 constexpr size_t SMALL = 4096;  // nodes that are never worth a rebuild
+constexpr uint32_t MOST_CONTINUED = 256;  // continuations of a node, of which more than the best are looked at
 
 struct Rules {
   uint32_t depth, min_match;
@@ -55,6 +56,14 @@ struct Draft {
   double score = 0.0;
   uint32_t count = 0;
   int32_t tokens[MAX_DEPTH];
+  double chances[MAX_DEPTH];
+};
+
+// A proposed tree: tokens, the parent of each, and the chance of each behind its parent.
+struct Branching {
+  uint32_t count = 0;
+  int32_t tokens[MAX_DEPTH];
+  int32_t parents[MAX_DEPTH];
   double chances[MAX_DEPTH];
 };
 
@@ -137,11 +146,12 @@ class Children {
 uint64_t versions = 0;
 Draft drafts[2];
 int best;  // the better one
+Branching branching;
 
 class Tree {
  public:
-  Tree(const Rules& rules, bool removes, const uint64_t* secret)
-      : rules_(rules), removes_(removes), secret_{secret[0], secret[1]}, text_(16), children_(secret) {
+  Tree(const Rules& rules, bool removes, bool branches, const uint64_t* secret)
+      : rules_(rules), removes_(removes), linked_(removes || branches), secret_{secret[0], secret[1]}, text_(16), children_(secret) {
     uint32_t ring = 1;
     while (ring < rules.depth) ring *= 2;
     places_.resize(ring);
@@ -201,6 +211,36 @@ class Tree {
     return drafts[best];
   }
 
+  // The likeliest tokens after all, as a tree. Of each tree the longest match counts, and those of half its
+  // length, a quarter and so on: shorter ones have seen more.
+  const Branching& propose_tree(Tree* shared, uint32_t num_new, uint32_t most, uint32_t branches) {
+    matches_.assign(1, {});
+    std::vector<Match>& all = matches_[0];
+    for (uint32_t match = end_ - active_; match >= rules_.min_match; match /= 2)
+      all.push_back({this, match, place_of(end_ - match)});
+    Place place;
+    for (uint32_t match = longest_shared(shared, num_new, place); match >= rules_.min_match; match /= 2)
+      if (shared->locate(*this, end_ - match, place)) all.push_back({shared, match, place});
+    branching.count = 0;
+    coming_.clear();
+    num_came_ = 0;
+    expand(-1, 0, 1.0, branches);
+    while (!coming_.empty() && branching.count < most) {
+      std::pop_heap(coming_.begin(), coming_.end());
+      const Coming next = coming_.back();
+      coming_.pop_back();
+      const uint32_t node = branching.count++;
+      branching.tokens[node] = next.token;
+      branching.parents[node] = next.parent;
+      branching.chances[node] = next.chance;
+      matches_.emplace_back();
+      for (Match match : matches_[next.parent + 1])
+        if (match.tree->step(match.place, next.token, next.parent)) matches_.back().push_back(match);
+      expand(node, next.depth + 1, next.product, branches);
+    }
+    return branching;
+  }
+
   const char* check();
 
   int64_t num_tokens() const { return end_ - begin_; }
@@ -212,6 +252,32 @@ class Tree {
   }
 
  private:
+  struct Match {
+    Tree* tree;
+    uint32_t length;
+    Place place;
+  };
+  struct Share {
+    int32_t token;
+    double share;
+  };
+  // A token that may come into the branching: the likeliest path first, of equal ones the first that came.
+  struct Coming {
+    double product, chance;
+    uint32_t number;
+    int32_t parent, token;
+    uint32_t depth;
+    bool operator<(const Coming& other) const {
+      return product != other.product ? product < other.product : number > other.number;
+    }
+  };
+  // Of one for all trees, too.
+  static inline std::vector<std::vector<Match>> matches_;  // of the text and of each node of the branching
+  static inline std::vector<Coming> coming_;
+  static inline std::vector<Share> expected_, continuations_;
+  static inline std::vector<Id> siblings_;
+  static inline uint32_t num_came_;
+
   int32_t token_at(Position at) const { return text_[at & (text_.size() - 1)]; }
   Place& place_of(Position start) { return places_[start & (places_.size() - 1)]; }
   uint32_t limit_of(uint32_t match, uint32_t most) const {
@@ -239,7 +305,7 @@ class Tree {
   Id new_node(const Node& node) {
     if (free_.empty()) {
       nodes_.push_back(node);
-      if (removes_) links_.push_back({});
+      if (linked_) links_.push_back({});
       return nodes_.size() - 1;
     }
     const Id id = free_.back();
@@ -283,8 +349,8 @@ class Tree {
     Node& above = nodes_[parent];
     ++above.continued;
     if (above.best != STALE && (above.best == NONE || nodes_[above.best].count <= 1)) above.best = leaf;
-    if (!removes_) return;
-    leaves_[start & (leaves_.size() - 1)] = leaf;
+    if (removes_) leaves_[start & (leaves_.size() - 1)] = leaf;
+    if (!linked_) return;
     const Id next = links_[parent].first;
     links_[leaf].next = next;
     if (next != NONE) links_[next].previous = leaf;
@@ -312,7 +378,7 @@ class Tree {
     if (nodes_[place.parent].best == lower) nodes_[place.parent].best = upper;
     children_.set(place.parent, token_at(above.start), upper);
     children_.set(upper, token_at(below.start), lower);
-    if (!removes_) return;
+    if (!linked_) return;
     put_in_place_of(place.parent, lower, upper);
     links_[upper].first = lower;
   }
@@ -374,7 +440,7 @@ class Tree {
 
   // Gives memory back that fewer tokens do not need.
   void rebuild() {
-    Tree fresh(rules_, removes_, secret_);
+    Tree fresh(rules_, removes_, linked_, secret_);
     Position at = begin_;
     for (const Position end : sequences_) {
       for (; at != end; ++at) fresh.append(token_at(at));
@@ -422,6 +488,97 @@ class Tree {
     if (drafts[1 - best].score > drafts[best].score) best = 1 - best;
   }
 
+  // The longest match in the shared tree that is long enough, and its place; else 0.
+  uint32_t longest_shared(Tree* shared, uint32_t num_new, Place& place) {
+    if (shared == nullptr) {
+      shared_version_ = 0;
+      return 0;
+    }
+    uint32_t match = most_shared(*shared, num_new);
+    while (match >= rules_.min_match && !shared->locate(*this, end_ - match, place)) --match;
+    longest_shared_ = match;
+    return match;
+  }
+
+  // Puts what may follow `node` of the branching into the heap. The highest chance that a match gives counts.
+  void expand(int32_t node, uint32_t depth, double product, uint32_t branches) {
+    expected_.clear();
+    for (const Match& match : matches_[node + 1]) {
+      const double trusted = trust(match.length + depth);
+      match.tree->continuations(match.place, node, branches);
+      for (const auto& [token, share] : continuations_) {
+        const auto known = std::find_if(
+            expected_.begin(), expected_.end(), [token = token](const Share& one) { return one.token == token; });
+        if (known == expected_.end())
+          expected_.push_back({token, trusted * share});
+        else
+          known->share = std::max(known->share, trusted * share);
+      }
+    }
+    for (const auto& [token, chance] : expected_) {
+      if (product * chance < rules_.min_probability) continue;
+      coming_.push_back({product * chance, chance, num_came_++, node, token, depth});
+      std::push_heap(coming_.begin(), coming_.end());
+    }
+  }
+
+  // The token within an edge. A leaf that grows repeats what was proposed, up to `node` of the branching.
+  int32_t within(const Place& place, int32_t node) const {
+    const Position at = nodes_[place.node].start + place.matched;
+    const auto behind = static_cast<int32_t>(at - end_);
+    if (behind < 0) return token_at(at);
+    int32_t depth = 0;
+    for (int32_t up = node; up >= 0; up = branching.parents[up]) ++depth;
+    for (; depth > behind + 1; --depth) node = branching.parents[node];
+    return branching.tokens[node];
+  }
+
+  // What has followed a place, with its share: at most `branches` tokens, the most frequent first, of equal ones
+  // that with the later label.
+  void continuations(const Place& place, int32_t node, uint32_t branches) {
+    continuations_.clear();
+    const Node& above = nodes_[place.node];
+    if (place.matched < above.length) {
+      continuations_.push_back({within(place, node), 1.0});
+      return;
+    }
+    const Id best = best_of(place.node);
+    if (best == NONE) return;
+    siblings_.assign(1, best);
+    if (above.continued <= MOST_CONTINUED && branches > 1)
+      for (Id child = links_[place.node].first; child != NONE; child = links_[child].next)
+        if (child != best) siblings_.push_back(child);
+    std::sort(siblings_.begin(), siblings_.end(), [this](Id a, Id b) {
+      const Node &one = nodes_[a], &other = nodes_[b];
+      if (one.count != other.count) return one.count > other.count;
+      return one.start - begin_ > other.start - begin_;
+    });
+    for (size_t i = 0; i < siblings_.size() && i < branches; ++i) {
+      const Node& child = nodes_[siblings_[i]];
+      continuations_.push_back({token_at(child.start), static_cast<double>(child.count) / above.continued});
+    }
+  }
+
+  // Moves a place by a token that follows `node` of the branching. False where nothing follows so.
+  bool step(Place& place, int32_t token, int32_t node) const {
+    if (place.matched < nodes_[place.node].length) {
+      if (within(place, node) != token) return false;
+      ++place.matched;
+      return true;
+    }
+    const Id child = children_.find(place.node, token);
+    if (child == NONE) return false;
+    place = {child, place.node, 1};
+    return true;
+  }
+
+  uint32_t most_shared(const Tree& shared, uint32_t num_new) {
+    uint32_t longest = std::min(rules_.depth - 1, end_ - begin_);
+    if (shared_version_ == shared.version_) longest = std::min(longest, longest_shared_ + num_new);
+    shared_version_ = shared.version_;
+    return longest_shared_ = longest;
+  }
+
   // The longest match is at most as much longer than the one before as there are new tokens, unless a
   // sequence has come to the shared tree.
   void propose_shared(Tree* shared, uint32_t num_new, uint32_t most) {
@@ -429,10 +586,7 @@ class Tree {
       shared_version_ = 0;
       return;
     }
-    uint32_t longest = std::min(rules_.depth - 1, end_ - begin_);
-    if (shared_version_ == shared->version_) longest = std::min(longest, longest_shared_ + num_new);
-    longest_shared_ = longest;
-    shared_version_ = shared->version_;
+    const uint32_t longest = most_shared(*shared, num_new);
     bool found = false;
     for (uint32_t match = longest; match >= rules_.min_match; --match) {
       const uint32_t limit = limit_of(match, most);
@@ -465,7 +619,7 @@ class Tree {
   }
 
   Rules rules_;
-  bool removes_;
+  bool removes_, linked_;
   uint64_t secret_[2];
   Position begin_ = FIRST, end_ = FIRST, active_ = FIRST;  // suffixes from `active_` on have occurred before
   std::vector<int32_t> text_;
@@ -502,7 +656,7 @@ const char* Tree::check() {
     if (id != ROOT && node.continued > node.count) wrong = "a node with more continuations than passes";
     if (node.best != STALE && (counts[id] ? nodes_[node.best].count != most[id] : node.best != NONE))
       wrong = "a best child that has not the highest count";
-    if (!removes_) continue;
+    if (!linked_) continue;
     uint64_t linked = 0;
     Id before = NONE;
     for (Id child = links_[id].first; child != NONE; before = child, child = links_[child].next) {
@@ -511,6 +665,7 @@ const char* Tree::check() {
       if (children_.find(id, token_at(nodes_[child].start)) != child) wrong = "a sibling of other parents";
     }
     if (linked != counts[id]) wrong = "children that are not linked";
+    if (!removes_) continue;
     if (active_ == end_ && id != ROOT && linked == 1 && node.continued == node.count)
       wrong = "two edges that are one";
     if (active_ == end_ && end_ - node.start < node.length) wrong = "a label that ends outside the text";
@@ -525,10 +680,10 @@ const char* Tree::check() {
 
 EXPORT void* sagellm_suffix_tree_new(
     uint32_t depth, uint32_t min_match, double alpha, double min_probability, double doubt, int removes,
-    const uint64_t* secret) {
+    int branches, const uint64_t* secret) {
   if (depth < 2 || depth > MAX_DEPTH) return nullptr;
   try {
-    return new Tree({depth, min_match, alpha, min_probability, doubt}, removes, secret);
+    return new Tree({depth, min_match, alpha, min_probability, doubt}, removes, branches, secret);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
@@ -566,6 +721,22 @@ EXPORT int sagellm_suffix_tree_propose(
     std::copy_n(draft.tokens, draft.count, proposed);
     std::copy_n(draft.chances, draft.count, chances);
     return draft.count;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+// As above, a tree: with the parent of each token.
+EXPORT int sagellm_suffix_tree_propose_tree(
+    Tree* tree, Tree* shared, const int32_t* tokens, int64_t count, uint32_t most, int32_t* proposed,
+    double* chances, uint32_t branches, int32_t* parents) {
+  try {
+    for (int64_t at = 0; at < count; ++at) tree->append(tokens[at]);
+    const Branching& found = tree->propose_tree(shared, count, most, branches);
+    std::copy_n(found.tokens, found.count, proposed);
+    std::copy_n(found.chances, found.count, chances);
+    std::copy_n(found.parents, found.count, parents);
+    return found.count;
   } catch (const std::bad_alloc&) {
     return -1;
   }

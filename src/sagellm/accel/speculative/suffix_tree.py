@@ -6,16 +6,19 @@ is the slow twin of `suffix_tree.cpp`, which does the same steps; it serves wher
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.types import Tokens
 
 MAX_DEPTH = 256
+MOST_CONTINUED = 256
+"""Continuations of a node, of which more than the best child is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,13 @@ class SuffixRules:
 class SuffixProposal(NamedTuple):
     """Proposed tokens, and the chance of each.
 
-    It is that of its acceptance, once those before it are accepted. `score`: how many may be expected to be.
+    It is that of its acceptance, once those before it are accepted. `parents` are those of a tree. `score`:
+    how many tokens of a chain may be expected to be accepted.
     """
 
     token_ids: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
+    parents: tuple[int, ...] = ()
     score: float = 0.0
 
 
@@ -100,6 +105,14 @@ class SuffixPlace:
     matched: int = 0
 
 
+class Match(NamedTuple):
+    """Where `num_tokens` tokens of a tree have come to that are the last of a text, and what is proposed."""
+
+    tree: SuffixTree
+    num_tokens: int
+    place: SuffixPlace
+
+
 class SuffixTree:
     """Every substring of up to `depth` tokens of its sequences, with counts.
 
@@ -108,9 +121,10 @@ class SuffixTree:
     token one to two nodes.
     """
 
-    def __init__(self, rules: SuffixRules, *, removes: bool) -> None:
+    def __init__(self, rules: SuffixRules, *, removes: bool, branches: int = 1) -> None:
+        """`branches`: the most tokens of a tree behind the same one that a match gives; 1: chains."""
         self.rules = rules
-        self._removes = removes
+        self._removes, self._branches = removes, branches
         self._text: list[int] = []
         self._removed = 0
         """Tokens removed from the beginning of the text."""
@@ -158,10 +172,13 @@ class SuffixTree:
         """Append the tokens behind the first `num_tokens`, and propose up to `most`.
 
         For each match, the most frequent continuation is followed from token to token. The best-scored
-        proposal counts: of equal ones that of the own tree, and of the longest match.
+        proposal counts: of equal ones that of the own tree, and of the longest match. With `branches` it is
+        a tree (`_propose_tree`).
         """
         for token_id in tokens.slice(len(self._text)):
             self._append(token_id)
+        if self._branches > 1:
+            return self._propose_tree(most, shared)
         best, match = SuffixProposal(), len(self._active)
         for place in self._active:
             limit = self.rules.limit(match, most)
@@ -182,6 +199,79 @@ class SuffixTree:
             if place is not None:
                 best = max(best, shared._follow(place, match, limit), key=lambda found: found.score)
         return best
+
+    def _propose_tree(self, most: int, shared: SuffixTree | None) -> SuffixProposal:
+        """The likeliest paths, which are the product of their tokens' chances.
+
+        Of several matches the highest chance counts. Of each tree the longest match takes part, and those of
+        half its length, a quarter and so on: shorter ones have seen more.
+        """
+        found = self._matches(shared)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        numbers = itertools.count()
+        coming: list[tuple[float, int, int, float, list[int], list[Match]]] = []
+
+        def expand(node: int, product: float, path: list[int], matches: list[Match]) -> None:
+            expected: dict[int, float] = {}
+            for tree, num_tokens, place in matches:
+                trust = self.rules.trust(num_tokens + len(path))
+                for token_id, share in tree._continuations(place, path):
+                    expected[token_id] = max(expected.get(token_id, 0.0), trust * share)
+            for token_id, chance in expected.items():
+                if product * chance >= self.rules.min_probability:
+                    item = (-product * chance, next(numbers), node, chance, [*path, token_id], matches)
+                    heapq.heappush(coming, item)
+
+        expand(-1, 1.0, [], found)
+        while coming and len(token_ids) < most:
+            product, _, parent, chance, path, matches = heapq.heappop(coming)
+            token_ids.append(path[-1])
+            parents.append(parent)
+            chances.append(chance)
+            moved = [match.tree._step(match, path) for match in matches]
+            expand(len(token_ids) - 1, -product, path, [match for match in moved if match is not None])
+        return SuffixProposal(tuple(token_ids), tuple(chances), tuple(parents))
+
+    def _matches(self, shared: SuffixTree | None) -> list[Match]:
+        longest, least = len(self._active), self.rules.min_match
+        found = [Match(self, size, self._active[longest - size]) for size in _halved(longest, least)]
+        if shared is not None:
+            sizes = range(min(self.rules.depth - 1, len(self._text)), least - 1, -1)
+            longest = next((size for size in sizes if shared._locate(self._text[-size:])), 0)
+            for size in _halved(longest, least):
+                place = shared._locate(self._text[-size:])
+                assert place is not None, "all parts of a match are matches"
+                found.append(Match(shared, size, place))
+        return found
+
+    def _within(self, place: SuffixPlace, path: list[int]) -> int:
+        """The next token of the edge. A leaf that grows repeats what is proposed."""
+        behind = place.node.start + place.matched - self._end
+        return self._at(behind + self._end) if behind < 0 else path[behind]
+
+    def _continuations(self, place: SuffixPlace, path: list[int]) -> list[tuple[int, float]]:
+        """What has followed, with its share: the most frequent, of equal ones that with the later label."""
+        node = place.node
+        if place.matched < node.length:
+            return [(self._within(place, path), 1.0)]
+        if node.best is None:
+            return []
+        looks = 1 < self._branches and node.continued <= MOST_CONTINUED
+        children = list(node.children.values()) if looks else [node.best]
+        children.sort(key=lambda child: (-child.count, -child.start))
+        return [(self._at(child.start), child.count / node.continued) for child in children[: self._branches]]
+
+    def _step(self, match: Match, path: list[int]) -> Match | None:
+        """The match with the last token of `path`; None where another follows."""
+        place, token_id = match.place, path[-1]
+        if place.matched < place.node.length:
+            if self._within(place, path[:-1]) != token_id:
+                return None
+            return match._replace(place=replace(place, matched=place.matched + 1))
+        child = place.node.children.get(token_id)
+        return None if child is None else match._replace(place=SuffixPlace(child, place.node, 1))
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless sums, best children and labels fit."""
@@ -330,4 +420,11 @@ class SuffixTree:
             chances.append(chance)
             score += product
             matched += 1
-        return SuffixProposal(tuple(token_ids), tuple(chances), score)
+        return SuffixProposal(tuple(token_ids), tuple(chances), score=score)
+
+
+def _halved(longest: int, least: int) -> Iterator[int]:
+    """`longest`, half of it, and so on down to `least`."""
+    while longest >= least:
+        yield longest
+        longest //= 2

@@ -19,6 +19,7 @@ from typing import Any
 from sagellm.benchmarks.traces._parsing import WORDS, IdMap, TextTokens, json_object
 from sagellm.benchmarks.traces.files import opened
 from sagellm.core.protocols.speculative import Asked, Proposer
+from sagellm.core.token_trees import path_along
 from sagellm.core.types import Request, Tokens
 
 CHOICE, REPORT = 0, 1
@@ -66,12 +67,13 @@ def replay(answers: Sequence[ForcedAnswer], proposer: Proposer, num_tokens: int)
             began = time.thread_time()
             [proposal] = proposer.propose([Asked(request, tokens, num_tokens)])
             outcome.spent_s += time.thread_time() - began
-            agree = zip(proposal.token_ids, right[done:-1], strict=False)
-            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], agree))
+            parents = proposal.parents or range(-1, len(proposal.token_ids) - 1)
+            path = path_along(proposal.token_ids, parents, right[done:-1])
+            accepted = len(path)
             proposer.observe(request.request_id, accepted)
-            judged = min(accepted + 1, len(proposal.token_ids))
-            outcome.num_judged += judged
-            outcome.estimated += sum(proposal.acceptance[:judged])
+            judged = {node for node, parent in enumerate(parents) if parent == -1 or parent in path}
+            outcome.num_judged += len(judged)
+            outcome.estimated += sum(proposal.acceptance[node] for node in judged if proposal.acceptance)
             outcome.num_proposed += len(proposal.token_ids)
             outcome.num_accepted += accepted
             outcome.num_steps += 1
