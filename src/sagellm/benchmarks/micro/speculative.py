@@ -4,7 +4,8 @@ Section p: the first proposal of a request, whose prompt is taken in. Section s:
 `paths` tokens, of which one token is new. Section m: bytes for each token of a tree. Section e: an output of
 1,024 tokens comes to the shared outputs, and as many leave. Section r: recorded answers with forced tokens.
 Section a: an engine with random weights, by acceptance (`acceptance.py`).
-Sections p, s and e have suffix trees in Python beside those in C++; what both propose is equal.
+Sections p, s and e have suffix trees in Python beside those in C++; what both propose is equal. "suffix with
+branches" proposes trees of as many tokens as the others propose in chains.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from sagellm.core.registry import registry
 from sagellm.core.types import Request, Tokens
 
 TRACES = "SAGELLM_TRACES"
-PYTHON = "suffix in Python"
+PYTHON, TREES = "suffix in Python", "suffix with branches"
+BRANCHES = 4
 VOCABULARY = 8192
 OUTPUT_TOKENS, COMING_TOKENS = 1024, 20_000
 LIMITS = (4, 8, 16)
@@ -68,16 +70,18 @@ def _made(variant: str, **options: int) -> Any:
     """A proposer. Options are those of `suffix`, and left out for others."""
     if variant == PYTHON:
         return registry("proposer").create("suffix", native=False, **options)
+    if variant == TREES:
+        return registry("proposer").create("suffix", branches=BRANCHES, **options)
     return registry("proposer").create(variant, **(options if variant == "suffix" else {}))
 
 
 def _check(variant: str) -> object:
-    if variant == PYTHON:
+    if variant in (PYTHON, TREES):
         return variant
     try:
         return registry("proposer").get(variant)
     except UnknownNameError as error:
-        raise UnknownNameError(f"{error} {PYTHON!r} is measured too") from error
+        raise UnknownNameError(f"{error} {PYTHON!r} and {TREES!r} are measured too") from error
 
 
 def _prompt(cell: MicroBenchCell, calls: int, text: str) -> TimedOperation:
@@ -181,9 +185,10 @@ def _sections() -> dict[str, Section]:
 
 
 def _variants() -> list[str]:
-    """Proposers that go by text alone, and the slow twin of one."""
+    """Proposers that go by text alone; of one a slow twin, and one with trees."""
     proposers, needs = registry("proposer"), {"backend", "engine_seed"}
-    return [*(name for name in proposers.names() if not needs & proposers.options(name).keys()), PYTHON]
+    names = [name for name in proposers.names() if not needs & proposers.options(name).keys()]
+    return [*names, PYTHON, TREES]
 
 
 BENCHMARK = MicroBenchmark("speculative", _variants, _check, _sections(), {"a": acceptance_table})
