@@ -46,7 +46,7 @@ class Proposals:
     With `trees`, mostly trees of 1 to 9 tokens.
     """
 
-    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int, *, trees: bool) -> None:
+    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int, *, trees: bool = False) -> None:
         self.answers, self.random, self.trees = answers, random.Random(seed), trees
 
     def __call__(self, sequence: Running) -> Sequence[int] | Proposal:
@@ -176,9 +176,10 @@ def test_chains_are_recorded_unless_they_may_leave_an_attention_chunk(
     assert (recorder.replays > 0) == is_recorded
 
 
+@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_by_kernels_a_chain_has_the_bits_of_plain_decoding(
-    dtype: str, kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, trees: bool, kernels: KernelSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row of a product, and a token's attention without a window, do not depend on what is beside them."""
     monkeypatch.setattr(matrices, "time_kernel", lambda *_: {1: (2.0, 1.0)})
@@ -197,7 +198,7 @@ def test_by_kernels_a_chain_has_the_bits_of_plain_decoding(
     plain = generated(None, None)
     answers = {sequence.name: sequence.outputs for sequence in plain}
     for capture in (None, Recorder()):
-        for one, two in zip(plain, generated(Proposals(answers, 1), capture), strict=True):
+        for one, two in zip(plain, generated(Proposals(answers, 1, trees=trees), capture), strict=True):
             assert one.outputs == two.outputs
             assert all(map(torch.equal, one.logits, two.logits))
 
@@ -210,6 +211,9 @@ def test_by_kernels_a_chain_has_the_bits_of_plain_decoding(
         (Chain(0, (-1,)), f"tokens are 0 to {VOCAB - 1}"),
         (Chain(0, ()), "row 0 has a chain"),
         (Chain(0, (1,) * 20), "slots in its blocks"),
+        (Chain(0, (1, 2), (-1,)), "row 0 has proposed tokens that are no tree: 2 tokens with 1 parents"),
+        (Chain(0, (1, 2), (-1, 1)), "a parent is -1 or an earlier token"),
+        (Chain(0, tuple(range(20)), (-1,) * 20), "slots in its blocks"),
     ],
 )
 def test_a_chain_that_cannot_be_computed_is_refused(chain: Chain, told: str, tmp_path: Path) -> None:
