@@ -28,6 +28,7 @@ from typing import Any
 
 from sagellm.benchmarks.engine.shapes import shape_named, write_model
 from sagellm.benchmarks.micro.forced_answers import REPORT, WORKLOADS, ForcedAnswer, workload
+from sagellm.benchmarks.micro.speculative import BRANCHES, TREES
 from sagellm.benchmarks.reporting import environment
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.types import Request, SamplingParams, Tokens
@@ -36,7 +37,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.native import backend as native
 from sagellm.engines.native.sampler import RowSampler, SampledTokens, sample
 
-METHODS = ("none", "prompt_lookup", "suffix")
+METHODS = ("none", "prompt_lookup", "suffix", TREES)
 VOCABULARY = 32_000
 Sample = Callable[..., SampledTokens]
 
@@ -165,10 +166,12 @@ def main() -> None:
 
 
 def engine_of(model: str, method: str, asked: argparse.Namespace) -> Engine:
+    options = {"branches": BRANCHES} if method == TREES else {}
     given = {
         "model.name": model, "model.dtype": asked.dtype, "model.max_model_len": 8192, "kv.num_blocks": 2048,
-        "scheduler.max_num_seqs": max(4, asked.at_once), "speculative.method": method,
-        "speculative.num_tokens": asked.num_tokens, "engine.threads": 1 if asked.cpu_time else None,
+        "scheduler.max_num_seqs": max(4, asked.at_once), "speculative.num_tokens": asked.num_tokens,
+        "speculative.method": "suffix" if method == TREES else method, "speculative.method_options": options,
+        "engine.threads": 1 if asked.cpu_time else None,
     }  # fmt: skip
     return build_engine(load_config(cli=given, environ={}).config, clock=clock_of(asked))
 

@@ -235,7 +235,7 @@ class AttentionPlanner:
         """Plan `decode` spans, one token each and longest first, then `chains`, then `prefill` spans.
 
         A kernel takes chains by rule, as decode rows: they are short, and their context is long. `branches` of
-        trees, whose blocks are slots, lie between chains and prefill.
+        trees, whose blocks are slots, come between chains and prefill.
         """
         if branches:
             plan = self.plan(decode, chains, prefill, window)

@@ -15,11 +15,11 @@ import torch
 
 from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import BlockTableDelta, Chain, ExecutionPlan, Join
+from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
 from sagellm.core.seeds import request_seed
-from sagellm.core.token_trees import check_tree
+from sagellm.core.token_trees import check_tree, depths_of
 from sagellm.engines.native.attention import AttentionPlanner, Span
-from sagellm.engines.native.branches import further_branches, num_in_first_branch
+from sagellm.engines.native.branches import branches_of
 from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
@@ -115,74 +115,62 @@ class BatchRows:
         *,
         recurrent: bool = False,
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; further
-        branches of trees; prefills as planned. The positions of `scored` follow the sampled rows.
-        `recurrent`: the model has recurrent states.
+        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; rows with
+        trees, the same; prefills as planned. The positions of `scored` follow the sampled rows. `recurrent`:
+        the model has recurrent states.
         """
         proposed = self._proposed(plan)
+        trees = {chain.row: chain.parents for chain in plan.chains if chain.parents}
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
         if proposed:
-            order.sort(key=lambda i: plan.decode_rows[i] in proposed)
-        tokens, spans = array("i"), list[Span]()
+            order.sort(key=lambda i: (plan.decode_rows[i] in trees, plan.decode_rows[i] in proposed))
+        spans: list[Span] = []
+        tokens, positions, first = array("i"), array("q"), 0
         for i in order:
             row, start = plan.decode_rows[i], plan.decode_positions[i]
-            chain = proposed.get(row, Chain(row, ()))
-            spans.append(self._decode_span(len(tokens), start, chain))
+            more = proposed.get(row, ())
+            spans.append(self._span(first, row, start, 1 + len(more), len(more)))
             tokens.append(self._rows[row].tokens[start])
-            tokens.extend(chain.token_ids[: spans[-1].num_tokens - 1])
-        branches = self._branches(plan, order, proposed, tokens)
+            tokens.extend(more)
+            first += 1 + len(more)
         for op in plan.prefills:
-            spans.append(self._span(len(tokens), op.row, op.start, op.num_tokens))
+            spans.append(self._span(first, op.row, op.start, op.num_tokens))
             tokens.extend(self._rows[op.row].tokens[op.start : op.start + op.num_tokens])
+            first += op.num_tokens
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
+        for span, row in zip(spans, rows, strict=True):
+            if row in trees:
+                positions.append(span.start)
+                positions.extend(span.start + 1 + depth for depth in depths_of(trees[row]))
+            else:
+                positions.extend(range(span.start, span.end))
         in_group = [spans]
         for group in range(1, self._num_groups):
             tables = [self._rows[row].tables[group] for row in rows]
             in_group.append([replace(s, block_ids=t) for s, t in zip(spans, tables, strict=True)])
         first_chain, first_prefill = len(order) - len(proposed), len(order)
-        parts = [(own[:first_chain], own[first_chain:first_prefill], own[first_prefill:]) for own in in_group]
-        slots = [
-            self._slots([*decode, *chains], self._block_size)
-            + self._slots(branches[group], 1)
-            + self._slots(prefill, self._block_size)
-            for group, (decode, chains, prefill) in enumerate(parts)
-        ]
-        in_order = [*spans[:first_prefill], *branches[0], *spans[first_prefill:]]
-        positions = array("q")
-        for span in in_order:
-            positions.extend(range(span.start, span.end))
+        first_tree = first_prefill - len(trees)
+        parts = [(own[:first_chain], own[first_chain:first_tree], own[first_prefill:]) for own in in_group]
+        branches = [self._branches(own[first_tree:first_prefill], rows[first_tree:], trees) for own in in_group]
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
-            max_position=max(span.end for span in in_order) - 1,
-            slots=[to_device(torch.frombuffer(own, dtype=torch.long), device) for own in slots],
-            sampled=to_device(self._sampled(plan, order, spans, branches[0], scored), device),
+            max_position=max(span.end for span in spans) - 1,
+            slots=[to_device(self._slots(own), device) for own in in_group],
+            sampled=to_device(self._sampled(plan, order, spans, scored), device),
             attention={
                 kind: planner.plan(*parts[kind[0]], kind[1], branches[kind[0]]) for kind in set(kinds)
             },
             recurrent=self._recurrent(spans, rows, len(order), device) if recurrent else None,
         )
 
-    def _decode_span(self, first_row: int, start: int, chain: Chain) -> Span:
-        """The row's last token and its chain; of a tree, the first branch."""
-        count = len(chain.token_ids)
-        span = self._span(first_row, chain.row, start, 1 + count, count)
-        if not chain.parents:
-            return span
-        return replace(span, num_tokens=1 + num_in_first_branch(chain.parents))
-
     def _branches(
-        self, plan: ExecutionPlan, order: Iterable[int], proposed: Mapping[int, Chain], tokens: array[int]
-    ) -> list[list[Span]]:
-        """The spans of further branches in each KV group; appends their tokens to those of the step."""
-        found: list[list[Span]] = [[] for _ in range(self._num_groups)]
-        for i in order if any(chain.parents for chain in plan.chains) else ():
-            row, start = plan.decode_rows[i], plan.decode_positions[i]
-            for branch in further_branches(proposed[row].parents, start) if row in proposed else ():
-                for spans, table in zip(found, self._rows[row].tables, strict=True):
-                    spans.append(branch.span(len(tokens), table, self._block_size))
-                tokens.extend(proposed[row].token_ids[branch.first : branch.stop])
-        return found
+        self, spans: Iterable[Span], rows: Iterable[int], trees: Mapping[int, tuple[int, ...]]
+    ) -> list[Span]:
+        """The branches of the trees of `rows`, by slot."""
+        size = self._block_size
+        pairs = zip(spans, rows, strict=False)
+        return [branch for span, row in pairs for branch in branches_of(span, trees[row], size)]
 
     @staticmethod
     def _recurrent(
@@ -193,9 +181,9 @@ class BatchRows:
         spans_of = [RecurrentSpan(span.first_row, span.num_tokens, row) for span, row in prefill]
         return RecurrentRows(to_device(decode, device), spans_of)
 
-    def _proposed(self, plan: ExecutionPlan) -> dict[int, Chain]:
-        """The plan's chains by row."""
-        proposed = {chain.row: chain for chain in plan.chains}
+    def _proposed(self, plan: ExecutionPlan) -> dict[int, tuple[int, ...]]:
+        """The tokens of the plan's chains, by row."""
+        proposed = plan.proposed
         if proposed and not proposed.keys() <= set(plan.decode_rows):
             raise PlanError(f"rows {sorted(proposed)} have chains, rows {list(plan.decode_rows)} decode")
         for row, token_ids, parents in plan.chains:
@@ -207,12 +195,11 @@ class BatchRows:
                 raise PlanError(f"row {row} has proposed tokens that are no tree: {error}") from error
         return proposed
 
-    @staticmethod
-    def _slots(spans: Iterable[Span], block_size: int) -> array[int]:
-        slots, size = array("q"), block_size
+    def _slots(self, spans: Iterable[Span]) -> torch.Tensor:
+        slots, size = array("q"), self._block_size
         for span in spans:
             slots.extend(span.block_ids[p // size] * size + p % size for p in range(span.start, span.end))
-        return slots
+        return torch.frombuffer(slots, dtype=torch.long)
 
     def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
         """The positions in this step for which prompt log-probabilities are wanted."""
@@ -242,13 +229,13 @@ class BatchRows:
         return tokens, spans, [self._rows[row].tables for row in plan.decode_rows]
 
     def _with_chains(
-        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, Chain], *, unrolled: bool
+        self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]], *, unrolled: bool
     ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
         tokens: list[int] = []
         spans: list[Span] = []
         tables: list[list[array[int]]] = []
         for row, position in places:
-            batch_row, more = self._row(row), proposed[row].token_ids if row in proposed else ()
+            batch_row, more = self._row(row), proposed.get(row, ())
             whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
             own = whole.one_by_one() if unrolled else [whole]
             tokens += [batch_row.tokens[position], *more]
@@ -274,26 +261,17 @@ class BatchRows:
 
     @staticmethod
     def _sampled(
-        plan: ExecutionPlan, order: Sequence[int], spans: Sequence[Span], branches: Sequence[Span],
-        scored: Sequence[ScoredPrompt],
-    ) -> torch.Tensor:  # fmt: skip
+        plan: ExecutionPlan, order: Sequence[int], spans: Sequence[Span], scored: Sequence[ScoredPrompt]
+    ) -> torch.Tensor:
         """The flat rows of `plan.sample_rows`, of a chain all; then those of `scored`."""
         decode, prefill = spans[: len(order)], spans[len(order) :]
+        place = [0] * len(order)
+        for i, s in zip(order, decode, strict=True):
+            place[i] = s.first_row
         if plan.chains:
-            first_branches = iter(branches)
-            longer = {chain.row: chain for chain in plan.chains}
-            flat: list[list[int]] = [[]] * len(order)
-            for i, s in zip(order, decode, strict=True):
-                own, chain = [*range(s.first_row, s.rows.stop)], longer.get(plan.decode_rows[i])
-                while chain is not None and len(own) <= len(chain.token_ids):
-                    branch = next(first_branches)
-                    own += range(branch.first_row, branch.rows.stop)
-                flat[i] = own
-            place = [each for own in flat for each in own]
-        else:
-            place = [0] * len(order)
-            for i, s in zip(order, decode, strict=True):
-                place[i] = s.first_row
+            longer = {row: len(token_ids) for row, token_ids in plan.proposed.items()}
+            firsts = zip(plan.decode_rows, place, strict=True)
+            place = [first + i for row, first in firsts for i in range(1 + longer.get(row, 0))]
         ends = [
             s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
         ]
@@ -336,13 +314,13 @@ class BatchRows:
 
         `accepted`: by row, the indices of its accepted tokens.
         """
-        positions = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
+        starts = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
         sources, targets, size = list[int](), list[int](), self._block_size
         for chain in plan.chains:
             for depth, node in enumerate(accepted[chain.row] if chain.parents else ()):
                 for table in self._rows[chain.row].tables if node != depth else ():
                     for slots, index in ((sources, node), (targets, depth)):
-                        place = positions[chain.row] + 1 + index
+                        place = starts[chain.row] + 1 + index
                         slots.append(table[place // size] * size + place % size)
         return sources, targets
 
