@@ -462,6 +462,10 @@ class ExecutionPlan:
         return sum([len(chain.token_ids) for chain in self.chains]) if self.chains else 0
 
     @property
+    def has_trees(self) -> bool:
+        return any(chain.parents for chain in self.chains)
+
+    @property
     def proposed(self) -> dict[int, tuple[int, ...]]:
         """The proposed tokens of rows that have any."""
         return {chain.row: chain.token_ids for chain in self.chains} if self.chains else {}

@@ -176,6 +176,23 @@ def test_chains_are_recorded_unless_they_may_leave_an_attention_chunk(
     assert (recorder.replays > 0) == is_recorded
 
 
+def test_steps_with_trees_are_recorded_apart(kernels: KernelSet, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3")
+    recorder = Recorder()
+    backend = made(tmp_path, KernelSet(attention=kernels.attention), capture=recorder)
+    tree, replays = Proposal((1, 2, 3), parents=(-1, -1, 0)), []
+    driver = Driver(backend, propose=lambda _: tree)
+    driver.add([5, 6, 7], 12)
+    for _ in range(4):
+        driver.step()
+        replays.append(recorder.replays)
+    tree = Proposal((1, 2, 3))
+    for _ in range(2):
+        driver.step()
+        replays.append(recorder.replays)
+    assert replays == [0, 0, 1, 2, 3, 4], "without trees all sizes are recorded at start"
+
+
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_by_kernels_a_chain_has_the_bits_of_plain_decoding(

@@ -26,7 +26,7 @@ def branches_of(tree: Span, parents: Sequence[int], block_size: int) -> list[Spa
     slots = (blocks[:, None] * block_size + offsets).ravel()[: tree.end]
     context, own = slots[: tree.start + 1], slots[tree.start + 1 :]
     heads = [node for node, parent in enumerate(parents) if parent != node - 1]
-    found = []
+    found: list[Span] = []
     for first, stop in zip([-1, *heads], [*heads, len(parents)], strict=True):
         ancestors = path_to(parents, parents[first]) if first >= 0 else []
         seen = np.concatenate((context, own[ancestors], own[max(0, first) : stop]))

@@ -150,6 +150,7 @@ class PagedKV:
         """The same memory in blocks of one token: a block's id is a slot."""
         view = copy(self)
         view.block_size, view.num_blocks, view.on_layer = 1, self.num_blocks * self.block_size, None
+        view.scratch_block = self.scratch_block * self.block_size
         view._pools, view.keys, view.values = (
             [pool.flatten(0, 1)[:, None] for pool in pools] for pools in (self._pools, self.keys, self.values)
         )

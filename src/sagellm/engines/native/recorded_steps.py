@@ -12,7 +12,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
@@ -25,7 +25,7 @@ from sagellm.core.types import AttentionChunk, first_seen
 from sagellm.engines.native.attention import AttentionPlan, KernelCall, Span
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV
 from sagellm.engines.native.model import DecoderModel, StepInputs
-from sagellm.engines.native.rows import BatchRows
+from sagellm.engines.native.rows import BatchRows, Tables
 
 log = logging.getLogger("sagellm.kernels")
 MOST_CPU_ROWS = 16
@@ -70,14 +70,16 @@ def cuda_capture(device: torch.device) -> Capture | None:
 class RecordedSteps:
     """The decode steps of up to `sizes[-1]` rows. Each is padded to one of the ascending `sizes` and recorded
     when it is first run.
+
+    On a CPU steps with token trees are recorded apart: all their rows attend by slot (`branches.py`).
     """
 
     def __init__(
         self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, sizes: Sequence[int],
-        max_length: int,
+        max_length: int, *, by_slot: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._kv, self._capture, self._sizes = model, kv, capture, sizes
-        self._max_length, self._length = max_length, 0
+        self._max_length, self._length, self._kernel, self._is_by_slot = max_length, 0, kernel, by_slot
         self._is_cpu = kv.keys[0].device.type == "cpu"
         self._inputs = DecodeInputs(kv, kernel, model.kinds, sizes[-1], max_length)
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
@@ -102,8 +104,8 @@ class RecordedSteps:
             return False
         if plan.chains and self._is_cpu and self._inputs.has_chunks:  # a chain may go from one to the next
             return False
-        if any(chain.parents for chain in plan.chains):  # their branches attend by slot
-            return False
+        if not self._is_by_slot and plan.has_trees:
+            return self._is_cpu and self._with_trees.can_run(plan)
         size = self._size(rows)
         return size not in self._replays or self._replays[size] is not None
 
@@ -112,7 +114,12 @@ class RecordedSteps:
 
         On a GPU each position of a chain has a span of its own: all K and V are written before they are read.
         """
-        tokens, spans, tables = rows.decodes(plan, unrolled=not self._is_cpu)
+        if self._is_by_slot:
+            tokens, spans, tables = rows.decodes_by_slot(plan)
+        elif plan.has_trees:
+            return self._with_trees.logits(plan, rows)
+        else:
+            tokens, spans, tables = rows.decodes(plan, unrolled=not self._is_cpu)
         size = self._size(len(tokens))
         self._ensure_length(max(span.end for span in spans))
         self._inputs.fill(tokens, spans, tables, size)
@@ -122,6 +129,13 @@ class RecordedSteps:
         else:
             replay()
         return self._model.limited(self._logits_of[len(tokens)])
+
+    @cached_property
+    def _with_trees(self) -> RecordedSteps:
+        kv, sizes = self._kv.by_slot, self._sizes
+        return RecordedSteps(
+            self._model, kv, self._kernel, self._capture, sizes, self._max_length, by_slot=True
+        )
 
     def _ensure_length(self, length: int) -> None:
         """Discard recordings that are too short for `length`; new ones have twice the room. Recorded steps
@@ -196,7 +210,7 @@ class DecodeInputs:
         return KernelCall(self._kernel, spans, tables[group], window, rows)
 
     def fill(
-        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[array[int]]], rows: int
+        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int
     ) -> None:
         """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding."""
         count, size, num_spans = len(tokens), self._block_size, len(spans)

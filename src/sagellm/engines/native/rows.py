@@ -27,6 +27,10 @@ from sagellm.engines.native.recurrent.states import RecurrentRows, RecurrentSpan
 from sagellm.engines.native.sampler import RowSampler, ScoredPrompt
 
 
+Tables = Sequence[Sequence[int]]
+"""A block table for each KV group."""
+
+
 @dataclass(slots=True)
 class BatchRow:
     """One running request. `tokens` is prompt and output; `tables` has its block ids in each KV group."""
@@ -216,7 +220,7 @@ class BatchRows:
 
     def decodes(
         self, plan: ExecutionPlan, *, unrolled: bool
-    ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
+    ) -> tuple[list[int], list[Span], list[Tables]]:
         """Tokens of `plan.decode_rows`, in that order, and spans with their tables.
 
         A chain is a span, or `unrolled` as many spans of one token.
@@ -230,10 +234,10 @@ class BatchRows:
 
     def _with_chains(
         self, places: Iterable[tuple[int, int]], proposed: Mapping[int, tuple[int, ...]], *, unrolled: bool
-    ) -> tuple[list[int], list[Span], list[list[array[int]]]]:
+    ) -> tuple[list[int], list[Span], list[Tables]]:
         tokens: list[int] = []
         spans: list[Span] = []
-        tables: list[list[array[int]]] = []
+        tables: list[Tables] = []
         for row, position in places:
             batch_row, more = self._row(row), proposed.get(row, ())
             whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
@@ -241,6 +245,24 @@ class BatchRows:
             tokens += [batch_row.tokens[position], *more]
             spans += own
             tables += [batch_row.tables] * len(own)
+        return tokens, spans, tables
+
+    def decodes_by_slot(self, plan: ExecutionPlan) -> tuple[list[int], list[Span], list[Tables]]:
+        """As `decodes`, with tables of slots. A tree has a span for each of its branches."""
+        tokens: list[int] = []
+        spans: list[Span] = []
+        tables: list[Tables] = []
+        proposed, parents = self._proposed(plan), {chain.row: chain.parents for chain in plan.chains}
+        for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+            batch_row, more = self._row(row), proposed.get(row, ())
+            whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
+            tree = parents.get(row) or range(-1, len(more) - 1)
+            tokens += [batch_row.tokens[position], *more]
+            wholes = [replace(whole, block_ids=table) for table in batch_row.tables]
+            in_group = [branches_of(each, tree, self._block_size) for each in wholes]
+            for own in zip(*in_group, strict=True):
+                spans.append(own[0])
+                tables.append([span.block_ids for span in own])
         return tokens, spans, tables
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int, num_proposed: int = 0) -> Span:
