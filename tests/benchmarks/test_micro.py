@@ -172,7 +172,9 @@ def test_proposers_have_every_row() -> None:
         (variant, case, size) for variant in plan.variants for case, sizes in cases.items() for size in sizes
     }
     assert {row.unit for row in rows} == {"us"}
-    with pytest.raises(UnknownNameError, match="'suffix in Python' and 'suffix with branches' are measured too"):
+    with pytest.raises(
+        UnknownNameError, match="'suffix in Python' and 'suffix with branches' are measured too"
+    ):
         speculative.BENCHMARK.check("sufix")
 
 

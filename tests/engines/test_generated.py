@@ -120,7 +120,9 @@ def test_every_part_of_an_answer_is_gone_on_from(
             backend,
             passes=passes,
             overlap=overlap,
-            speculation=Speculation(RandomProposer(backend, seed, trees=bool(seed % 2)), 3) if proposes else None,
+            speculation=Speculation(RandomProposer(backend, seed, trees=bool(seed % 2)), 3)
+            if proposes
+            else None,
         )
         if is_cached:
             say(engine, request("before", [*prompt, *whole.tokens[: num // 2]], 1))

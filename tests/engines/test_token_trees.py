@@ -33,7 +33,7 @@ from tests.builders import (
 class ScriptedTree(OneByOne):
     """Proposes the same tree to every request."""
 
-    proposal: Proposal = Proposal()
+    proposal: Proposal
 
     def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
         return self.proposal
@@ -55,7 +55,7 @@ def right_tokens(prompt: Sequence[int], count: int) -> list[int]:
 def test_the_path_that_the_model_draws_is_accepted() -> None:
     right = right_tokens(range(5), 20)
     wrong = [(token + 1) % 97 for token in right]
-    proposer = ScriptedTree()
+    proposer = ScriptedTree(Proposal())
     engine = engine_with(proposer)
     engine.add(request("a", range(5), 20))
     assert [out.new_token_ids for out in engine.step()] == [(right[0],)]
@@ -77,7 +77,7 @@ def test_the_path_that_the_model_draws_is_accepted() -> None:
 
 def test_a_tree_is_planned_branch_by_branch() -> None:
     """The likeliest tokens come first in a proposal, and the first branch first in a plan."""
-    proposer = ScriptedTree()
+    proposer = ScriptedTree(Proposal())
     engine = engine_with(proposer)
     engine.add(request("a", range(5), 20))
     engine.step()
@@ -105,7 +105,7 @@ def test_the_first_tokens_of_a_tree_are_verified_where_the_budget_is_short() -> 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_blocks_and_tokens_with_trees(seed: int, overlap: bool) -> None:
-    """Little memory, preemption, shared prefixes, chunks; with windows that differ by layer in every third."""
+    """Little memory, preemption, shared prefixes, chunks; in two of three windows that differ by layer."""
     draw = random.Random(seed)
     windows = [(None,), (None, 5), (None, 12, 3)][seed % 3]
     backend = TokenMemoryBackend(24 * len(windows), windows=windows)

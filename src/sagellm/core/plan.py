@@ -404,12 +404,14 @@ class Chain(NamedTuple):
     def paths(self) -> list[tuple[int, ...]]:
         """For each proposed token, the tokens from the first one to it."""
         paths: list[tuple[int, ...]] = []
-        for token_id, parent in zip(self.token_ids, self.parents or range(ROOT, len(self.token_ids)), strict=False):
+        for token_id, parent in zip(
+            self.token_ids, self.parents or range(ROOT, len(self.token_ids)), strict=False
+        ):
             paths.append((token_id,) if parent == ROOT else (*paths[parent], token_id))
         return paths
 
     def accepted(self, drawn: Sequence[int]) -> Sequence[int]:
-        """The indices of the proposed tokens that equal the model's own, from the first one on.
+        """The indices of the proposed tokens that the model draws itself, in order.
 
         `drawn[0]` is drawn behind the row's last token, `drawn[1 + i]` behind proposed token i.
         """

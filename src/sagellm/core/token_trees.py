@@ -63,7 +63,7 @@ def accepted_path(token_ids: Sequence[int], parents: Sequence[int], drawn: Seque
 
 
 def branch_by_branch(parents: Sequence[int]) -> list[int]:
-    """The nodes in another order: behind each of them its first child, if it has any.
+    """The nodes in another order: behind each of them its first child.
 
     The first branch comes first, and each other one behind the branches that leave it further down.
     """

@@ -150,9 +150,9 @@ class Speculation:
             self._saved_s += (1 + steps) * plain_s - spent_s
 
     def _decided(self, chain: Chain, drawn: Sequence[int]) -> Estimates:
-        """The estimates of a tree's tokens that were decided on: accepted ones, then those refused.
+        """The estimates of the accepted tokens of a tree, then of those refused.
 
-        These are the tokens whose parent was accepted.
+        Tokens were decided on if their parent was accepted.
         """
         path = path_along(chain.token_ids, chain.parents, drawn)
         reached = {ROOT, *path}

@@ -197,9 +197,7 @@ def sizes_of(sequences: list[list[int]], text: list[int], rules: SuffixRules, *,
     """The longest match, and those of half its length and so on."""
     for size in range(min(rules.depth - 1, len(text)), rules.min_match - 1, -1):
         path = text[len(text) - size :]
-        if any(
-            own[at : at + size] == path for own in sequences for at in range(len(own) - size + 1 - grows)
-        ):
+        if any(own[at : at + size] == path for own in sequences for at in range(len(own) - size + 1 - grows)):
             return [size >> n for n in range(9) if size >> n >= rules.min_match]
     return []
 

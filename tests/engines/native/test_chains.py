@@ -1,4 +1,4 @@
-"""Rows that compute chains and trees of proposed tokens, by every way a step takes: the outputs are as without."""
+"""Rows that compute chains and trees of proposed tokens, by every way: the outputs are as without."""
 
 from __future__ import annotations
 

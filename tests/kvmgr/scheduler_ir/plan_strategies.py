@@ -148,7 +148,9 @@ def run_engine(
         backend,
         max_batched_tokens=budget,
         passes=[PreemptAtRandom(seed, 0.05)],
-        speculation=Speculation(RandomProposer(backend, seed, trees=True), num_proposed) if num_proposed else None,
+        speculation=Speculation(RandomProposer(backend, seed, trees=True), num_proposed)
+        if num_proposed
+        else None,
     )
     waiting = list(_requests(random, 12))
     while waiting or engine.has_work():

@@ -139,7 +139,7 @@ class Acceptance:
         return min(max(rate, LEAST_CHANCE), MOST_CHANCE)
 
     def verified(self, request_id: str, num_accepted: int, decided: Estimates) -> None:
-        """Tokens of the request with these estimates were decided on; the first `num_accepted` were accepted."""
+        """Tokens with these estimates were decided on; the first so many were accepted."""
         self._all.add(len(decided), num_accepted, KEPT_BY_SERVER)
         for place, estimate in enumerate(decided):
             if estimate is not None:

@@ -19,7 +19,6 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Namespace, Request, Tokens
 
-
 CHAIN_PROBABILITY, TREE_PROBABILITY = 0.1, 0.02
 
 

@@ -106,7 +106,10 @@ class SuffixPlace:
 
 
 class Match(NamedTuple):
-    """Where `num_tokens` tokens of a tree have come to that are the last of a text, and what is proposed."""
+    """The last `num_tokens` tokens of a text in a tree.
+
+    `place`: where they end there, and then what is proposed behind them.
+    """
 
     tree: SuffixTree
     num_tokens: int
@@ -122,7 +125,7 @@ class SuffixTree:
     """
 
     def __init__(self, rules: SuffixRules, *, removes: bool, branches: int = 1) -> None:
-        """`branches`: the most tokens of a tree behind the same one that a match gives; 1: chains."""
+        """`branches`: the tokens that a match gives behind the same one; 1: chains."""
         self.rules = rules
         self._removes, self._branches = removes, branches
         self._text: list[int] = []
@@ -252,13 +255,16 @@ class SuffixTree:
         return self._at(behind + self._end) if behind < 0 else path[behind]
 
     def _continuations(self, place: SuffixPlace, path: list[int]) -> list[tuple[int, float]]:
-        """What has followed, with its share: the most frequent, of equal ones that with the later label."""
+        """What has followed a place, with its share.
+
+        The most frequent tokens come first, of equal ones those with the later label.
+        """
         node = place.node
         if place.matched < node.length:
             return [(self._within(place, path), 1.0)]
         if node.best is None:
             return []
-        looks = 1 < self._branches and node.continued <= MOST_CONTINUED
+        looks = self._branches > 1 and node.continued <= MOST_CONTINUED
         children = list(node.children.values()) if looks else [node.best]
         children.sort(key=lambda child: (-child.count, -child.start))
         return [(self._at(child.start), child.count / node.continued) for child in children[: self._branches]]

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from sagellm.core.token_trees import ROOT, branch_by_branch, check_tree, is_chain
 from sagellm.core.types import Request, Tokens
 
-
 T = TypeVar("T")
 
 
@@ -26,8 +25,8 @@ class Proposal:
     `probabilities[i]` is the probability with which the proposer has drawn `token_ids[i]`, for rejection
     sampling; empty for proposers that draw nothing (n-gram, suffix), whose tokens count as certain.
     `acceptance[i]` is the estimated chance that the model accepts `token_ids[i]`, once it has accepted those
-    before it (in a tree, its ancestors); empty for proposers that estimate none. It decides how many tokens are worth a step, and no
-    output depends on it.
+    before it (in a tree, its ancestors); empty for proposers that estimate none. It decides how many tokens
+    are worth a step, and no output depends on it.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -234,8 +234,8 @@ class AttentionPlanner:
     ) -> AttentionPlan:  # fmt: skip
         """Plan `decode` spans, one token each and longest first, then `chains`, then `prefill` spans.
 
-        A kernel takes chains by rule, as decode rows: they are short, and their context is long. `branches` of
-        trees, whose blocks are slots, come between chains and prefill.
+        A kernel takes chains by rule, as decode rows: they are short, and their context is long. Branches
+        of trees, whose blocks are slots, come between chains and prefill.
         """
         if branches:
             plan = self.plan(decode, chains, prefill, window)

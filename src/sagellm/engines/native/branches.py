@@ -1,8 +1,8 @@
 """Token trees as sequences that attend by slot.
 
-The tokens of a tree lie in a step's flat batch, and their KV in the row's slots, as those of a chain would. Each
-branch attends to the row's context, to its ancestors and to itself, wherever these have their slots: a sequence
-whose blocks are single slots (`PagedKV.by_slot`). So the attention of trees is that of chains.
+The tokens of a tree lie in a step's flat batch, and their KV in the row's slots, as those of a chain would.
+Each branch attends to the row's context, to its ancestors and to itself, wherever these have their slots: a
+sequence whose blocks are single slots (`PagedKV.by_slot`). So the attention of trees is that of chains.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sagellm.engines.native.attention import Span
 def branches_of(tree: Span, parents: Sequence[int], block_size: int) -> list[Span]:
     """The branches of a tree, in order of their rows. Their blocks are slots.
 
-    `tree`: the row's last token and the tree's tokens, as if they were a chain. The first branch begins with the
-    last token. A further one begins with a token that does not follow the token before it.
+    `tree`: the row's last token and the tree's tokens, as if they were a chain. The first branch begins with
+    the last token. A further one begins with a token that does not follow the token before it.
     """
     blocks, offsets = np.asarray(tree.block_ids, dtype=np.int32), np.arange(block_size, dtype=np.int32)
     slots = (blocks[:, None] * block_size + offsets).ravel()[: tree.end]

@@ -209,9 +209,7 @@ class DecodeInputs:
         tables = self._device[self._first_entry :].view(torch.int32).view(len(self._tables), -1)
         return KernelCall(self._kernel, spans, tables[group], window, rows)
 
-    def fill(
-        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int
-    ) -> None:
+    def fill(self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int) -> None:
         """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding."""
         count, size, num_spans = len(tokens), self._block_size, len(spans)
         starts = [span.start for span in spans]

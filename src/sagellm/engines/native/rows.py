@@ -26,7 +26,6 @@ from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.recurrent.states import RecurrentRows, RecurrentSpan
 from sagellm.engines.native.sampler import RowSampler, ScoredPrompt
 
-
 Tables = Sequence[Sequence[int]]
 """A block table for each KV group."""
 
@@ -119,9 +118,9 @@ class BatchRows:
         *,
         recurrent: bool = False,
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; rows with
-        trees, the same; prefills as planned. The positions of `scored` follow the sampled rows. `recurrent`:
-        the model has recurrent states.
+        """The tensors of a step. Flat order: decode rows, longest first; rows with chains, the same; rows
+        with trees, the same; prefills as planned. The positions of `scored` follow the sampled rows.
+        `recurrent`: the model has recurrent states.
         """
         proposed = self._proposed(plan)
         trees = {chain.row: chain.parents for chain in plan.chains if chain.parents}
@@ -155,7 +154,9 @@ class BatchRows:
         first_chain, first_prefill = len(order) - len(proposed), len(order)
         first_tree = first_prefill - len(trees)
         parts = [(own[:first_chain], own[first_chain:first_tree], own[first_prefill:]) for own in in_group]
-        branches = [self._branches(own[first_tree:first_prefill], rows[first_tree:], trees) for own in in_group]
+        branches = [
+            self._branches(own[first_tree:first_prefill], rows[first_tree:], trees) for own in in_group
+        ]
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
@@ -218,9 +219,7 @@ class BatchRows:
             first += op.num_tokens
         return found
 
-    def decodes(
-        self, plan: ExecutionPlan, *, unrolled: bool
-    ) -> tuple[list[int], list[Span], list[Tables]]:
+    def decodes(self, plan: ExecutionPlan, *, unrolled: bool) -> tuple[list[int], list[Span], list[Tables]]:
         """Tokens of `plan.decode_rows`, in that order, and spans with their tables.
 
         A chain is a span, or `unrolled` as many spans of one token.
@@ -332,7 +331,7 @@ class BatchRows:
     def moved_slots(
         self, plan: ExecutionPlan, accepted: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], list[int]]:
-        """From where and to where KV of accepted tokens moves: of trees, to the tokens' positions.
+        """From where KV of accepted tokens of trees moves to their positions.
 
         `accepted`: by row, the indices of its accepted tokens.
         """
