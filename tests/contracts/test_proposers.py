@@ -16,12 +16,15 @@ from sagellm.engines.speculation import Speculation
 from tests.builders import expected_tokens, fake_engine, request, run_all
 from tests.effort import examples
 
-PROPOSERS = [name for name in registry("proposer").names() if name not in {"draft_model", "synthetic"}]
+TREES, OTHERS = "suffix with branches", {"draft_model", "synthetic"}
+PROPOSERS = [*(name for name in registry("proposer").names() if name not in OTHERS), TREES]
 """Those that go by text alone; of the others see their own tests in tests/accel/speculative."""
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
 def made(name: str) -> Any:
+    if name == TREES:
+        return registry("proposer").create("suffix", branches=3)
     return registry("proposer").create(name)
 
 

@@ -134,6 +134,14 @@ def test_never_much_slower_than_the_better_of_chains_and_none(
     assert num_tokens / spent_s >= 0.93 * max(expected)
 
 
+def test_tokens_of_a_tree_count_with_their_paths() -> None:
+    lengths = learned(lambda size: 0.01 + 0.0015 * size, range(2, 10))
+    estimates = (0.6, 0.5, 0.5)
+    assert lengths.choose([("a", estimates)], 1, 0) == [2], "the third is reached in 15 of 100 cases"
+    assert lengths.choose([("a", estimates)], 1, 0, {"a": (-1, -1, -1)}) == [3]
+    assert lengths.choose([("a", estimates)], 1, 0, {"a": (-1, 0, 1)}) == [2]
+
+
 def test_chains_do_not_hold_up_prompts() -> None:
     lengths = learned(lambda size: 0.01 + 0.0001 * size, range(2, 10))
     for size in (500, 600, 700):

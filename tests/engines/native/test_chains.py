@@ -299,12 +299,13 @@ def test_texts_with_a_proposer_are_those_without() -> None:
         SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.1, min_tokens=12),
     ]
 
-    def texts(method: str, overlap: bool) -> tuple[list[object], int]:
+    def texts(method: str, overlap: bool, **options: int) -> tuple[list[object], int]:
         llm = load(
             None,
             {
                 **settings,
                 "speculative.method": method,
+                "speculative.method_options": options,
                 "engine.overlap": overlap,
                 "speculative.adaptive": False,
             },
@@ -326,6 +327,10 @@ def test_texts_with_a_proposer_are_those_without() -> None:
     assert none == 0
     for method, overlap in (("prompt_lookup", False), ("prompt_lookup", True), ("suffix", False)):
         found, num_accepted = texts(method, overlap)
+        assert found == plain
+        assert num_accepted > 20
+    for overlap in (False, True):
+        found, num_accepted = texts("suffix", overlap, branches=4)
         assert found == plain
         assert num_accepted > 20
 

@@ -39,7 +39,8 @@ SMALL: dict[str, Any] = {
     "engine.threads": 1,
     "scheduler.max_num_seqs": 4,
     "scheduler.max_batched_tokens": 32,
-    "speculative.method": "prompt_lookup",
+    "speculative.method": "suffix",
+    "speculative.method_options": {"branches": 3, "min_probability": 0.0},
     "speculative.adaptive": False,
     "engine.overlap": True,
 }
