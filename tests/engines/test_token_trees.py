@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from sagellm.accel.speculative.lengths import ChainLengths
+from sagellm.accel.speculative.lengths import Acceptance, ChainLengths, Estimates
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chain, Draft
@@ -164,19 +164,37 @@ def test_a_wrong_tree_in_a_draft_is_refused() -> None:
         engine.step()
 
 
+class Watched(Acceptance):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, list[float | None]]] = []
+
+    def verified(self, request_id: str, num_accepted: int, decided: Estimates) -> None:
+        self.told.append((num_accepted, list(decided)))
+
+
+class AllTokens(ChainLengths):
+    """Verifies all that is proposed."""
+
+    def choose(
+        self, proposals: Sequence[tuple[str, Estimates]], num_rows: int, num_prompt_tokens: int,
+        trees: Mapping[str, Sequence[int]] | None = None,
+    ) -> list[int]:  # fmt: skip
+        return [len(estimates) for _, estimates in proposals]
+
+
 def test_what_is_learned_of_a_tree_is_of_tokens_whose_parent_was_accepted() -> None:
-    right, lengths = right_tokens(range(5), 9), ChainLengths()
-    learned: list[tuple[int, list[float | None]]] = []
-    lengths.acceptance.verified = lambda name, num, decided: learned.append((num, list(decided)))  # type: ignore[method-assign]
-    tree = Proposal(
-        (96, right[1], 1, 95, right[2]), acceptance=(0.9, 0.8, 0.7, 0.6, 0.5), parents=(-1, -1, 0, 1, 1)
-    )
+    right, lengths = right_tokens(range(5), 9), AllTokens()
+    lengths.acceptance = watched = Watched()
+    tokens, chances = (96, right[1], 1, 95, right[2]), (0.9, 0.8, 0.7, 0.6, 0.5)
+    tree = Proposal(tokens, acceptance=chances, parents=(-1, -1, 0, 1, 1))
     engine = fake_engine(speculation=Speculation(ScriptedTree(tree), 8, lengths, ManualClock()))
-    lengths.choose = lambda proposals, *_: [len(each) for _, each in proposals]  # type: ignore[method-assign]
     engine.add(request("a", range(5), 9))
     engine.step()
     assert [out.new_token_ids for out in engine.step()] == [tuple(right[1:4])]
-    assert learned == [(2, [0.8, 0.5, 0.9, 0.6])]
+    assert watched.told == [(2, [0.8, 0.5, 0.9, 0.6])]
 
 
 def test_a_random_tree_is_a_tree() -> None:
