@@ -90,6 +90,15 @@ def test_a_tree_is_planned_branch_by_branch() -> None:
     assert (chain.token_ids, chain.parents) == ((1, 3, 6, 5, 2, 4), (-1, 0, 1, 0, -1, 4))
 
 
+def test_a_tree_without_branches_is_planned_as_a_chain() -> None:
+    engine = engine_with(ScriptedTree(Proposal((1, 2, 3), parents=(-1, 0, 1))))
+    engine.add(request("a", range(5), 20))
+    engine.step()
+    engine.step()
+    assert engine.last_plan is not None
+    assert engine.last_plan.chains == (Chain(engine.last_plan.decode_rows[0], (1, 2, 3)),)
+
+
 def test_the_first_tokens_of_a_tree_are_verified_where_the_budget_is_short() -> None:
     proposer = ScriptedTree(Proposal((1, 2, 3, 4), parents=(-1, 0, -1, 2)))
     engine = fake_engine(max_batched_tokens=4, speculation=Speculation(proposer, 8))

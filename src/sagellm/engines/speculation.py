@@ -16,7 +16,7 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Chain, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import SpeculationCounts
 from sagellm.core.protocols.speculative import Asked, Proposal, Proposer
-from sagellm.core.token_trees import ROOT, depths_of, path_along
+from sagellm.core.token_trees import ROOT, depths_of, is_chain, path_along
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -71,7 +71,7 @@ class Speculation:
             num_bound, num_tokens = len(binding.appended_to), len(proposal.token_ids)
             proposal = proposal.first(kv.bind_proposed(binding, state, num_tokens, spare_blocks))
             spare_blocks -= len(binding.appended_to) - num_bound
-            if proposal.parents:
+            if not is_chain(proposal.parents):
                 proposal = self._trees[state.row] = proposal.in_branches()
                 draft.parents[state] = proposal.parents
             if proposal.token_ids:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from sagellm.core.token_trees import ROOT, branch_by_branch, check_tree, is_chain
+from sagellm.core.token_trees import ROOT, branch_by_branch, check_tree
 from sagellm.core.types import Request, Tokens
 
 T = TypeVar("T")
@@ -47,9 +47,8 @@ class Proposal:
         if num_tokens >= len(self.token_ids):
             return self
         kept = slice(max(0, num_tokens))
-        parents = self.parents[kept]
-        parents = () if is_chain(parents) else parents
-        return Proposal(self.token_ids[kept], self.probabilities[kept], self.acceptance[kept], parents)
+        rest = (self.probabilities[kept], self.acceptance[kept], self.parents[kept])
+        return Proposal(self.token_ids[kept], *rest)
 
     def in_branches(self) -> Proposal:
         """The same tree, branch by branch (`token_trees.branch_by_branch`)."""
