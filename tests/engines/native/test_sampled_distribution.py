@@ -68,7 +68,7 @@ class TableBackend(RecordingBackend):
     """Logits depend on the last token alone."""
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
-        chains, last = dict(plan.chains), list[int]()
+        chains, last = plan.proposed, list[int]()
         for row in plan.sample_rows:
             last += [self._rows._rows[row].tokens[-1], *chains.get(row, ())]
         self.last_logits = table(0)[last]

@@ -185,7 +185,7 @@ def _sections() -> dict[str, Section]:
 
 
 def _variants() -> list[str]:
-    """Proposers that go by text alone; of one a slow twin, and one with trees."""
+    """Proposers by text alone; of one a slow twin, and one with trees."""
     proposers, needs = registry("proposer"), {"backend", "engine_seed"}
     names = [name for name in proposers.names() if not needs & proposers.options(name).keys()]
     return [*names, PYTHON, TREES]
