@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from demo_data import Mix, training_conversation
 from demo_net import DemoNet, NetConfig
@@ -58,14 +58,17 @@ class Watch:
         self.wall, self.cpu = wall, cpu
 
 
+Net = TypeVar("Net", bound=nn.Module)
+
+
 @dataclass
-class Run:
+class Run(Generic[Net]):
     """Everything that a checkpoint holds, and the compiled forward pass."""
 
-    net: DemoNet
+    net: Net
     optimizers: list[torch.optim.Optimizer]
     progress: Progress
-    forward: Callable[[Tensor], Tensor]
+    forward: Callable[..., Tensor]
 
 
 def arguments() -> argparse.Namespace:
@@ -139,7 +142,7 @@ def rate_factor(step: int, args: argparse.Namespace) -> float:
     return max(0.0, min(1.0, (step + 1) / 50, left))
 
 
-def make_optimizers(net: DemoNet, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(net: nn.Module, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the rest. If the matrix rate is 0, AdamW for all."""
     named = list(net.named_parameters())
     inner = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
@@ -152,7 +155,7 @@ def make_optimizers(net: DemoNet, args: argparse.Namespace) -> list[torch.optim.
     return [muon, torch.optim.AdamW(rest, lr=args.rate, betas=betas, weight_decay=0.0, fused=True)]
 
 
-def set_rates(run: Run, factor: float) -> None:
+def set_rates(run: Run[Any], factor: float) -> None:
     """Set every group's rate to its starting rate times the factor."""
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -160,7 +163,7 @@ def set_rates(run: Run, factor: float) -> None:
             group["lr"] = group["full_lr"] * factor
 
 
-def train_step(run: Run, batch: list[Row]) -> float:
+def train_step(run: Run[DemoNet], batch: list[Row]) -> float:
     """One optimiser step; returns the mean loss over the assistant's tokens, in nats."""
     inputs, targets, learnt = tensors(batch)
     hidden = run.forward(inputs)[learnt]
@@ -175,7 +178,7 @@ def train_step(run: Run, batch: list[Row]) -> float:
     return loss.item()
 
 
-def save_checkpoint(run: Run, path: Path) -> None:
+def save_checkpoint(run: Run[Any], path: Path) -> None:
     """Write the whole state, then rename it into place."""
     state = {
         "net": run.net.state_dict(),
@@ -186,7 +189,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def resume(run: Run, path: Path) -> None:
+def resume(run: Run[Any], path: Path) -> None:
     """Take the state from a checkpoint, if there is one."""
     if not path.exists():
         return
@@ -251,7 +254,7 @@ def load_or_train_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def start(args: argparse.Namespace, tokenizer: Tokenizer) -> Run:
+def start(args: argparse.Namespace, tokenizer: Tokenizer) -> Run[DemoNet]:
     """A fresh run, or the one that the work folder's checkpoint left off."""
     torch.manual_seed(args.seed)
     config = NetConfig(
@@ -281,7 +284,7 @@ def report(progress: Progress, args: argparse.Namespace, losses: list[float]) ->
     losses.clear()
 
 
-def train(run: Run, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+def train(run: Run[DemoNet], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Trains until the last step (or ``--stop-at``). Writes checkpoints and intermediate drops."""
     progress, watch = run.progress, Watch()
     losses: list[float] = []

@@ -22,6 +22,7 @@ from sagellm.comm.interconnect.vendor import VendorInterconnect
 from sagellm.comm.topology.manager import SystemTopology, read_recorded
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.core.native_code import cache_folder
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.footprint import footprint
 from sagellm.engines.native.parallel.split import Split
 from tests.accel.quantization.checkpoints import KINDS
@@ -237,6 +238,13 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.usefixtures("model")
+def test_what_auto_takes_is_told(cli: Any, model: Path) -> None:
+    auto = "-s", "speculative.method=auto"
+    assert "speculative.method auto: heads" in cli("doctor", str(DEMO_MODEL), *auto).stdout
+    assert "speculative.method auto: suffix" in cli("doctor", str(model), *auto).stdout
+    assert "speculative.method" not in cli("doctor", str(model)).stdout
+
+
 def test_a_model_that_goes_with_no_tier_is_refused(cli: Any, tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     save_tiny(folder, "mistral-window")

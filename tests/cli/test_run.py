@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def test_stats_go_to_stderr(cli: Any, made: Any) -> None:
     result = cli("run", "one two", "--stats")
     assert result.stdout == "two one \n"
     assert result.stderr == "7 prompt tokens (4 cached), 2 generated\n"
+
+
+def test_speculation_shows_its_gain_on_stderr(cli: Any) -> None:
+    question = "Repeat: fox, owl, bear, table, chair, window"
+    plain = cli("run", question)
+    keys = ("-s", "speculative.adaptive=false")
+    result = cli("run", question, "--speculative", "heads", *keys)
+    assert result.stdout == plain.stdout
+    assert plain.stderr == ""
+    shown = r"(\d\.\d\d) tokens a step, (\d+)% of \d+ proposed tokens accepted, \d+\.\d tokens/s\n"
+    found = re.search(shown, result.stderr)
+    assert found is not None
+    assert float(found[1]) > 1.5
+    assert int(found[2]) > 40
 
 
 def test_an_error_is_one_line_and_exit_2(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

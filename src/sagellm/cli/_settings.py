@@ -24,6 +24,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "scheduler.max_num_seqs": ("--max-num-seqs", "N"),
     "scheduler.max_batched_tokens": ("--max-batched-tokens", "N"),
     "engine.threads": ("--threads", "N"),
+    "speculative.method": ("--speculative", "METHOD"),
     "parallel.tensor": ("--tensor-parallel-size", "N"),
     "parallel.pipeline": ("--pipeline-parallel-size", "N"),
     "log.level": ("--log-level", "NAME"),

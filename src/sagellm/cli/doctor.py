@@ -179,7 +179,8 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
     tokens = blocks * config.kv.block_size
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
-    for line in (*_kv_groups(size), *_tiers(config.kv, size.kv_bytes_per_token, tokens)):
+    tiers = _tiers(config.kv, size.kv_bytes_per_token, tokens)
+    for line in (*_kv_groups(size), *tiers, *_speculation(config, size)):
         print(f"    {line}")
     if size.state_bytes:
         print(f"    recurrent states: {as_text(size.state_bytes)} for each sequence that runs")
@@ -193,6 +194,15 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
 
         print(f"    {division_line(config, size, free_bytes, SystemTopology().detect())}")
     return True
+
+
+def _speculation(config: Config, size: Footprint) -> Iterator[str]:
+    """What speculative decoding takes, where it is left to the model."""
+    from sagellm.engines.native.from_config import draft_head_of
+
+    if config.speculative.method == "auto":
+        without = "none, since recurrent states do not go back" if size.state_bytes else "suffix"
+        yield f"speculative.method auto: {without if draft_head_of(config) is None else 'heads'}"
 
 
 def _tiers(config: KVConfig, bytes_per_token: int, pool_tokens: int) -> Iterator[str]:

@@ -15,11 +15,13 @@ from sagellm.cli._loading import load_llm
 from sagellm.cli._options import MODEL, argument, command, flag
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
+from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.types import FinishReason
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.tokenizer import Message
+    from sagellm.engines.llm import LLM
 
 EXIT_INTERRUPTED = 130
 
@@ -35,14 +37,18 @@ def run(
     sampling: Sampling,
     settings: Settings,
 ) -> None:
-    """Answer one prompt. The answer, and nothing else, goes to stdout as it is generated."""
+    """Answer one prompt. The answer, and nothing else, goes to stdout as it is generated.
+
+    With speculative decoding stderr shows what it has gained.
+    """
     text = _prompt_text(prompt)
     if raw and system is not None:
         raise RequestError("--raw has no system message: leave out --system", "system")
-    last = None
-    with closing(load_llm(settings.load(model=model).config)) as llm:
+    last, clock, config = None, MonotonicClock(), settings.load(model=model).config
+    with closing(load_llm(config)) as llm:
         messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
+        began_s = clock.now()
         deltas = llm.stream(text if raw else messages, llm.sampling_params(**sampling.given()))
         with interrupts_delayed() as interrupted:
             for last in deltas:
@@ -54,6 +60,9 @@ def run(
             print()
             if interrupted():
                 raise typer.Exit(EXIT_INTERRUPTED)
+        gain = ""
+        if last is not None and config.speculative.method != "none":
+            gain = _gain(llm, last.usage.completion_tokens, clock.now() - began_s)
     if last is None:
         return
     if last.finish_reason is FinishReason.LENGTH and "max_tokens" not in sampling.given():
@@ -61,6 +70,18 @@ def run(
     if stats:
         prompt_tokens = f"{last.usage.prompt_tokens} prompt tokens ({last.usage.cached_tokens} cached)"
         print(f"{prompt_tokens}, {last.usage.completion_tokens} generated", file=sys.stderr)
+    if gain:
+        print(gain, file=sys.stderr)
+
+
+def _gain(llm: LLM, num_tokens: int, seconds: float) -> str:
+    """What speculative decoding has done for the answer. A step without it gives one token."""
+    counts, num_steps = llm.diagnostics().speculation, llm.stats().num_steps
+    proposed, accepted = sum(counts.proposed), sum(counts.accepted)
+    share = (
+        f"{accepted / proposed:.0%} of {proposed} proposed tokens accepted" if proposed else "no proposals"
+    )
+    return f"{num_tokens / num_steps:.2f} tokens a step, {share}, {num_tokens / seconds:.1f} tokens/s"
 
 
 def _prompt_text(prompt: str | None) -> str:

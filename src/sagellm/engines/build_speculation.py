@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,34 +12,55 @@ from sagellm.core.config import Config, KVConfig, ParallelConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.features import SYNTHETIC_DRAWS
 from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.speculative import TokenDrafter
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.speculation import Speculation
 
+log = logging.getLogger("sagellm.engine")
+AUTO = "auto"
 MakeBackend: TypeAlias = Callable[[Config], InferenceBackend]
 
 
 def build_speculation(
-    config: Config, capability: CapabilityDescriptor, make_backend: MakeBackend, clock: Clock | None = None
-) -> Speculation | None:
+    config: Config, capability: CapabilityDescriptor, make_backend: MakeBackend, clock: Clock | None = None,
+    drafter: TokenDrafter | None = None,
+) -> Speculation | None:  # fmt: skip
     """The configured proposer, or None for the method "none".
 
-    `make_backend`: for a proposer that runs a model. Raises `ConfigError` for a backend or model that
-    computes no chains of proposed tokens.
+    The method "auto" takes what there is. `make_backend`: for a proposer that runs a model; `drafter`: for
+    one that runs the served model's head. Raises `ConfigError` for a backend or model that computes no chains
+    of proposed tokens.
     """
     settings = config.speculative
-    if settings.method == "none":
+    can_verify = "speculative_decoding" in capability.features
+    method = settings.method
+    if method == AUTO:
+        if settings.method_options:
+            raise ConfigError("speculative.method auto takes no method_options: name the method")
+        method = ("suffix" if drafter is None else "heads") if can_verify else "none"
+        log.info("speculative.method auto: %s", method)
+    if method == "none":
         return None
-    if "speculative_decoding" not in capability.features:
+    if not can_verify:
         raise ConfigError(
-            f"speculative.method {settings.method!r} needs a backend and a model that compute proposed "
+            f"speculative.method {method!r} needs a backend and a model that compute proposed "
             f"tokens; those on device {capability.device!r} do not (states of recurrent layers do not go "
             "back): set speculative.method to none"
         )
-    options: dict[str, Any] = {**settings.method_options, "name": settings.method}
-    if settings.method == "synthetic":
+    options: dict[str, Any] = {**settings.method_options, "name": method}
+    if method == "synthetic":
         options |= synthetic_options(config, capability)
-    if "backend" not in registry("proposer").options(settings.method):
+    given = registry("proposer").options(method)
+    if "drafter" in given:
+        if drafter is None:
+            raise ConfigError(
+                f"speculative.method {method!r} needs a backend that runs a model's draft head: "
+                "set engine.backend to native, or take another method"
+            )
+        options.pop("model", None)  # the backend has found it
+        proposer = registry("proposer").create_from({**options, "drafter": drafter})
+    elif "backend" not in given:
         proposer = registry("proposer").create_from(options)
     else:
         draft, options = build_draft(config, capability, make_backend, options)

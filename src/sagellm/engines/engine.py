@@ -531,7 +531,7 @@ class Engine:
             plan, result = current.reorder(result)
         self.last_plan = plan
         if self.speculation is not None:
-            self.speculation.observe(current.binding.draft, plan, result, self.last_step.duration_s)
+            self.speculation.observe(current.binding.draft, plan, result, self.clock.now() - current.began_s)
         ended = self._committer.commit(
             current.binding, plan, result, self._outputs, self.clock.now(), self._num_given_ahead()
         )

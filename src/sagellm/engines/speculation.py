@@ -121,9 +121,10 @@ class Speculation:
         chosen = lengths.choose(asked, draft.num_decodes, num_prompt_tokens, trees)
         return [(state, each.first(n)) for (state, each), n in zip(found, chosen, strict=True) if n]
 
-    def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, spent_s: float) -> None:
-        """The step has been executed in `spent_s`. Comes before its commit, while all its requests are in
-        their rows."""
+    def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, took_s: float) -> None:
+        """The step has been planned and executed, which took so long. Comes before its commit, while all its
+        requests are in their rows."""
+        spent_s = took_s - self._proposing_s
         if self._lengths is not None:
             num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
             self._lengths.step_took(num_rows, plan.num_prefill_tokens, num_proposed, spent_s)

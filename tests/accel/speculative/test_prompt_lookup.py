@@ -98,7 +98,8 @@ def test_lengths_that_make_no_sense(longest: int, shortest: int) -> None:
 
 
 def test_it_is_built_by_name() -> None:
-    assert registry("proposer").names() == ["draft_model", "prompt_lookup", "suffix", "synthetic"]
+    names = ["draft_model", "heads", "prompt_lookup", "suffix", "synthetic"]
+    assert registry("proposer").names() == names
     assert build_speculation(Config(), ABLE, build_backend) is None
     made = build_speculation(
         Config.model_validate({"speculative": LOOKUP | {"num_tokens": 7}}), ABLE, build_backend

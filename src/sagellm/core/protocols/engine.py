@@ -128,7 +128,7 @@ class InferenceBackend(Protocol):
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
     a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
     which raises `EngineFailedError` once one has ended, `end_ranks(grace_s)`, as that of `EngineCore`, and
-    `communication_s`.
+    `communication_s`. A backend whose model has a draft head has a `drafter`, a `TokenDrafter`.
 
     `execute_by_layer(plan, on_layer)`, where a backend has it, is `execute`, and calls `on_layer(n)` on its
     thread once the KV of the first n layers of the step is written or, on a device with streams, launched: so

@@ -127,6 +127,17 @@ class Proposer(Protocol):
         """The engine ends. Nothing is asked any more."""
 
 
+class TokenDrafter(Protocol):
+    """Draws tokens from the served model's hidden states: a backend's draft head."""
+
+    def draft(self, asked: Sequence[Asked], min_probability: float) -> Sequence[Proposal]:
+        """A proposal for each request, in the order asked.
+
+        Empty for one whose last token but one was not computed here. A greedy request's proposal ends before
+        a token with less than `min_probability`.
+        """
+
+
 class Verifier(Protocol):
     """The model that is served. KV of refused tokens is void when `verify` returns."""
 

@@ -32,7 +32,7 @@ from sagellm.engines.native.accelerators import module_of, runs_triton
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
-from sagellm.engines.native.loading import CheckedModel, WeightLoader
+from sagellm.engines.native.loading import CheckedModel, ModelWeights, WeightLoader
 from sagellm.engines.native.measure import Decide, alone, fastest
 from sagellm.engines.native.memory import available_bytes, pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
@@ -109,6 +109,8 @@ class NativeBackend:
 
     `synthetic_draws`: answers are made-up tokens (`SyntheticDraws`), for benchmarks.
 
+    `head`: where to find a draft head; `HeadedBackend` uses it.
+
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
     """
@@ -122,13 +124,14 @@ class NativeBackend:
         cuda_kernels: Callable[[], KernelSet] | None = None, capture: CaptureSource | None = None,
         quantizer: WeightQuantizer | None = None, formats: FormatSource | None = None,
         split_kv: bool = True, implementation: str = "auto", ranks: Ranks | None = None,
-        synthetic_draws: bool = False,
+        synthetic_draws: bool = False, head: Path | None = None,
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
         split = None if ranks is None else ranks.split
         sharing = 1 if split is None else split.num_kv_ranks
-        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
+        more = implementation, split, head
+        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, *more)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
         check_chunks(spec.kv_windows, block_size)
@@ -151,19 +154,17 @@ class NativeBackend:
                 available_bytes(self._device) // sharing - max_num_seqs * self._schema.state_bytes,
             )  # fmt: skip
             blocks = (fitting if ranks is None else ranks.least(fitting)) * groups
-            self._kv = PagedKV(
-                len(spec.kv_windows), blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
-                self._compute_dtype, has_scratch=recording is not None,
-                groups=self._schema.groups, value_dim=spec.value_dim, states=self._working_states(),
-                shapes=spec.kv_shapes,
-            )  # fmt: skip
+            self._kv = self._pool(blocks, block_size, has_scratch=recording is not None)
             attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             chunk_threads = threads if self._packed else None
             self._planner = attention_planner(
                 self._kv, spec.num_heads, *attention, chunk_threads=chunk_threads,
                 decide=alone if ranks is None or sharing == 1 else ranks.decide,
             )  # fmt: skip
-            self._steps = self._recorded(recording, kernel_set.record if capture else None)
+            self._capture = recording, kernel_set.record if capture else None
+            self._steps: RecordedSteps | None = None
+            if isinstance(self._model, DecoderModel):
+                self._steps = self._recorded(self._model, self._kv, max_num_seqs)
         if self._packed:
             torch.set_num_threads(1)
         draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
@@ -172,6 +173,7 @@ class NativeBackend:
         lengths = (self._max_model_len, blocks, block_size)
         self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
         self._kept: defaultdict[int, list[KeptPart]] = defaultdict(list)
+        self._make_drafter()
         self._measure_prefill(source.num_weights // sharing, prefill=measure_prefill)
 
     def _measure_prefill(self, num_weights: int, *, prefill: bool) -> None:
@@ -195,8 +197,8 @@ class NativeBackend:
         self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
         block_size: int, split_kv: bool, ranks: Ranks | None,
     ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
-        spec = source.spec
-        groups = deal_layers(spec.kv_windows, spec.kv_shapes) if split_kv else ()
+        spec, windows = source.spec, source.layout.kv_windows
+        groups = deal_layers(windows, spec.kv_shapes) if split_kv else ()
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
         self._packed = loader.linear is not None
         model: DecoderModel | BridgedModel
@@ -204,6 +206,7 @@ class NativeBackend:
             weights = loader.weights(source.plan, progress)
             whole = (spec, weights, self._compute_dtype, self._device, kernel_set, groups)
             model = DecoderModel(*whole) if ranks is None else ranks.model(*whole)
+            self._take_head(source, weights, kernel_set)
             self._weight_bytes = weights.read_bytes
         else:
             from sagellm.engines.native.bridge.model import load
@@ -215,12 +218,31 @@ class NativeBackend:
             fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
         source.checkpoint.close()
         schema = KVCacheSchema(
-            len(spec.kv_windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
+            len(windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
             block_size, LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
             values_in_keys=spec.latent is not None, state_bytes=state_bytes(spec, self._compute_dtype),
             layer_shapes=spec.kv_shapes,
         )  # fmt: skip
         return model, schema
+
+    def _take_head(self, source: CheckedModel, weights: ModelWeights, kernels: KernelSet) -> None:
+        """The weights are loaded, with those of the draft head. Here there is none (`HeadedBackend`)."""
+
+    def _make_drafter(self) -> None:
+        """All that it needs is there, and no step has been computed."""
+
+    def _num_draft_blocks(self, block_size: int) -> int:
+        """Blocks for the KV of tokens that a draft head proposes."""
+        return 0
+
+    def _pool(self, num_blocks: int, block_size: int, *, has_scratch: bool) -> PagedKV:
+        spec, schema = self._spec, self._schema
+        return PagedKV(
+            schema.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
+            self._compute_dtype, has_scratch=has_scratch, groups=schema.groups, value_dim=spec.value_dim,
+            states=self._working_states(), shapes=spec.kv_shapes,
+            num_draft_blocks=self._num_draft_blocks(block_size),
+        )  # fmt: skip
 
     def _working_states(self) -> RecurrentStates | None:
         """A recurrent state for each row of the batch, where the model has any."""
@@ -229,18 +251,25 @@ class NativeBackend:
             return None
         return RecurrentStates(spec, self._max_num_seqs, self._device, self._compute_dtype)
 
-    def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
-        """The recorded decode steps; None where torch computes a part of their attention."""
-        kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
+    def _recorded(
+        self, model: DecoderModel, kv: PagedKV, most: int, before: torch.Tensor | None = None, ahead: int = 0
+    ) -> RecordedSteps | None:
+        """Recorded decode steps of up to `most` rows.
+
+        None where torch computes a part of their attention.
+        """
+        at_start, when_run = self._capture
+        kernel, capture = self._planner.kernel, at_start or when_run
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
-        if not isinstance(self._model, DecoderModel) or (at_start and self._model.waits_for_routes):
+        if at_start and model.waits_for_routes:
             return None
-        if self._kv.states is not None:  # their rows are not at fixed addresses
+        if kv.states is not None:  # their rows are not at fixed addresses
             return None
         sizes = buckets(most) if at_start else range(1, MOST_CPU_ROWS + 1)
         with self._current_device():
-            steps = RecordedSteps(self._model, self._kv, kernel, capture, sizes, self._max_model_len)
+            length = self._max_model_len
+            steps = RecordedSteps(model, kv, kernel, capture, sizes, length, before=before, ahead=ahead)
             if at_start:
                 steps.record_all()
         return steps

@@ -63,7 +63,7 @@ class Checkpoint:
         self.folder = folder
         self.entries: dict[str, TensorEntry] = {}
         for path in _weight_files(folder):
-            self.entries.update((entry.name, entry) for entry in _read_header(path))
+            self.entries.update((entry.name, entry) for entry in read_header(path)[0])
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -187,7 +187,8 @@ def _file_name(name: object) -> str:
     return name
 
 
-def _read_header(path: Path) -> list[TensorEntry]:
+def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata. Raises `ModelError`."""
     try:
         with open_regular(path) as file:
             size = path.stat().st_size
@@ -203,7 +204,7 @@ def _read_header(path: Path) -> list[TensorEntry]:
         ) from error
     try:
         header = json.loads(raw)
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         entries = [_entry(name, path, 8 + length, fields) for name, fields in header.items()]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} has a damaged safetensors header: {error!r}") from error
@@ -212,7 +213,7 @@ def _read_header(path: Path) -> list[TensorEntry]:
         raise ModelError(
             f"{path} is cut short: its header promises {end} bytes, it has {size}: fetch it again"
         )
-    return entries
+    return entries, metadata
 
 
 def _entry(name: str, path: Path, data_start: int, fields: dict[str, Any]) -> TensorEntry:

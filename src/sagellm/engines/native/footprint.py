@@ -69,12 +69,12 @@ def footprint(
     model: str | Path, *, device: str = "cpu", dtype: str = "auto", max_model_len: int | None = None,
     kernels: KernelSource | None = None, quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None, split_kv: bool = True, implementation: str = "auto",
-    split: Split | None = None,
+    split: Split | None = None, head: Path | None = None,
 ) -> Footprint:  # fmt: skip
-    """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
-    same errors for a model that cannot be served. With `split` it is that of one rank.
+    """The footprint of a model folder or a hub name, and its `head`. The options are those of
+    `NativeBackend`. Raises the same errors for a model that cannot be served. With `split` it is of one rank.
     """
-    source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split)
+    source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split, head)
     spec, plan, quantization = source.spec, source.plan, source.quantization
     kernel_set = kernels(1) if kernels and source.device.type == "cpu" else KernelSet()
     loading = source.loader(dtype, "auto", kernel_set, kernel_set)
@@ -96,9 +96,9 @@ def footprint(
         weight_bytes += num_bytes
     source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
-    groups = deal_layers(spec.kv_windows, spec.kv_shapes) if split_kv else ()
+    groups = deal_layers(source.layout.kv_windows, spec.kv_shapes) if split_kv else ()
     schema = KVCacheSchema(
-        len(spec.kv_windows),
+        len(source.layout.kv_windows),
         spec.num_kv_heads,
         spec.head_dim,
         kv_dtype,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
-from sagellm.core.errors import MissingExtraError
+from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.registry import registry
 from sagellm.engines.native import DEMO_MODEL
@@ -23,6 +23,8 @@ try:
     from sagellm.engines.native.architectures import read_config
     from sagellm.engines.native.backend import NativeBackend
     from sagellm.engines.native.footprint import Footprint, footprint
+    from sagellm.engines.native.head_files import has_draft_head
+    from sagellm.engines.native.headed_backend import HeadedBackend
     from sagellm.engines.native.hub import model_folder
     from sagellm.engines.native.implementations import described
     from sagellm.engines.native.matrices import quantization_of
@@ -53,6 +55,9 @@ def native_backend(
     )
     if options["synthetic_draws"]:
         log.warning("speculative.method synthetic: ANSWERS ARE MADE-UP TOKENS, for benchmarks of speed alone")
+    head = draft_head_of(config)
+    if head is not None:
+        return HeadedBackend(head=head, **options)
     if config.parallel.num_ranks == 1:
         return NativeBackend(**options)
     from sagellm.engines.native.parallel.start import first_rank
@@ -96,6 +101,26 @@ def _backend_options(
         "synthetic_draws": config.speculative.method == "synthetic",
         **_held_as(config),
     }
+
+
+def draft_head_of(config: Config) -> Path | None:
+    """Where the configured model's draft head is; None: it runs without.
+
+    The method `heads` asks for it (`head_files.add_head` says where it may be), and `auto` takes the one of
+    the model's folder. Raises `ConfigError` for several ranks or an option that is no path.
+    """
+    method, num_ranks = config.speculative.method, config.parallel.num_ranks
+    if method not in ("heads", "auto") or (method == "auto" and num_ranks > 1):
+        return None
+    if num_ranks > 1:
+        raise ConfigError("speculative.method heads needs the model on one rank: set parallel.* to 1")
+    folder = model_source(config)
+    if method == "heads":
+        source = config.speculative.method_options.get("model", folder)
+        if not isinstance(source, str | Path):
+            raise ConfigError(f"speculative.method_options: model is a file or a folder, not {source!r}")
+        return Path(source)
+    return folder if has_draft_head(folder, config.model.implementation) else None
 
 
 def splits_kv(config: Config) -> bool:
@@ -149,6 +174,7 @@ def model_footprint(config: Config) -> Footprint:
         device=model.device,
         max_model_len=model.max_model_len,
         split_kv=splits_kv(config),
+        head=draft_head_of(config),
         **_held_as(config),
     )
     read_tokenizer(config)

@@ -98,7 +98,8 @@ class PagedKV:
     With `has_scratch` the block `scratch_block` follows the pool's
     blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
     `states`: the recurrent states of the batch, where the model has any. `shapes`: KV heads and head dim of
-    each layer, where they differ.
+    each layer, where they differ. The last layer, a draft head's, has `num_draft_blocks` blocks of its own
+    behind all others, from `first_draft_block` on.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class PagedKV:
         device: torch.device, dtype: torch.dtype, *, has_scratch: bool = False,
         groups: Sequence[KVGroup] = (), value_dim: int | None = None,
         states: RecurrentStates | None = None, shapes: Sequence[tuple[int, int]] = (),
+        num_draft_blocks: int = 0,
     ) -> None:  # fmt: skip
         self.num_blocks = self.scratch_block = num_blocks
+        self.first_draft_block = num_blocks + has_scratch
         self.device = device
         self.block_size = block_size
         zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
@@ -117,9 +120,13 @@ class PagedKV:
         columns = _columns(sizes, groups)
         widths = [max(sizes) if groups else sizes[i] for i in range(max(columns)[0] + 1)]
         self.value_dim = value_dim
+        last = columns[-1][0]
+        counts = [num_blocks + has_scratch + num_draft_blocks * (i == last) for i in range(len(widths))]
         self._pools = [
-            zeros((num_blocks + has_scratch, block_size, width), dtype=dtype)
-            for width in (widths if value_dim else widths * 2)
+            zeros((count, block_size, width), dtype=dtype)
+            for count, width in (
+                zip(counts, widths, strict=True) if value_dim else [*zip(counts, widths, strict=True)] * 2
+            )
         ]
 
         def view(first: int, layer: int) -> torch.Tensor:
@@ -134,6 +141,12 @@ class PagedKV:
         self.states = states
         self.on_layer: Callable[[int], None] | None = None
         """Called in a step with n once the KV of its first n layers is written."""
+
+    def of_last_layer(self) -> PagedKV:
+        """The last layer's part, as the pools of a model of one layer."""
+        own = copy(self)
+        own.keys, own.values, own.num_groups = self.keys[-1:], self.values[-1:], 1
+        return own
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None

@@ -131,6 +131,18 @@ class LatentLayer:
             output[rows] = self._attend_expanded(chunk, kv, index, query, vectors[rows], scores)
         return output
 
+    def write(
+        self, kv: PagedKV, index: int, projected: torch.Tensor, slots: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Only write the new vectors, as `attend` does."""
+        latent, shared = torch.split(
+            projected[:, -self.spec.width :], [self.spec.rank, self.spec.rope_dim], dim=1
+        )
+        rotated = shared[:, None].clone()
+        apply_rope(rotated, *angles, interleaved=self.spec.interleaved)
+        kv.write(index, slots, torch.cat([self._norm(latent, self.kv_norm), rotated[:, 0]], dim=1)[:, None])
+
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if self.add_rms_norm is not None and x.stride(1) == 1:
             normed: torch.Tensor = self.add_rms_norm.apply(x, None, weight, self.eps)

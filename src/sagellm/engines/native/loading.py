@@ -29,6 +29,7 @@ from sagellm.core.protocols.fusion import (
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.head_files import add_head
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.implementations import check_config, described
 from sagellm.engines.native.matrices import (
@@ -51,6 +52,7 @@ from sagellm.engines.native.weights import (
     WeightPiece,
     as_stored,
     check,
+    head_parameters,
     is_quantized,
     num_parameters,
     parameters,
@@ -89,7 +91,8 @@ class ModelWeights:
 class CheckedModel:
     """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet.
 
-    With `split`, `spec` and `plan` are those of one rank; `num_weights` are the parameters of all.
+    With `split`, `spec` and `plan` are those of one rank; `num_weights` are the parameters of all. With a
+    draft head `plan` has its parameters too, and `layout`, the layers that have KV, its layer.
     """
 
     folder: Path
@@ -100,15 +103,18 @@ class CheckedModel:
     plan: Sequence[Parameter]
     num_weights: int
     checkpoint: Checkpoint
+    layout: ModelSpec | BridgedSpec
     split: Split | None = None
 
     @classmethod
     def of(
         cls, model: str | Path, device: str, max_model_len: int | None, quantizer: WeightQuantizer | None,
         formats: FormatSource | None, implementation: str = "auto", split: Split | None = None,
+        head: Path | None = None,
     ) -> Self:  # fmt: skip
         """The options are those of `NativeBackend`. Raises `ModelError` for a model that cannot be served and
         `ConfigError` for an option that makes no sense. With `split`, spec and plan are those of a rank.
+        `head`: where to find a draft head (`head_files.add_head`).
         """
         folder = model_folder(model, check=lambda found: check_config(found, implementation))
         config = read_config(folder)
@@ -118,17 +124,24 @@ class CheckedModel:
         spec = spec.for_length(length)
         checkpoint = Checkpoint(folder)
         if not isinstance(spec, ModelSpec):
+            if head is not None:
+                raise UnsupportedModelError("a draft head needs a native model; transformers runs this one")
             num_weights = num_parameters(spec.plan)
-            return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint)
-        spec = as_stored(spec, checkpoint)
+            return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint, spec)
+        layout = spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
+        if head is not None:
+            layout = spec.with_draft_layer()
+            add_head(checkpoint, layout, head)
+            plan += head_parameters(layout)
         check(plan, checkpoint, quantization.stored)
         num_weights = num_parameters(plan)
         if split is not None:
             split.check(spec)
             check_stored(quantization, split)
             plan, spec = split.parameters(plan, spec), split.spec(spec)
-        return cls(folder, spec, quantization, where, length, plan, num_weights, checkpoint, split)
+            layout = spec
+        return cls(folder, spec, quantization, where, length, plan, num_weights, checkpoint, layout, split)
 
     @property
     def label(self) -> str:

@@ -54,6 +54,8 @@ class StepInputs:
     sampled: torch.Tensor | None
     attention: Mapping[LayerKind, AttentionPlan]
     recurrent: RecurrentRows | None = None
+    hidden: torch.Tensor | None = None
+    """What a draft head reads beside each token [T, hidden]."""
 
 
 Stream = tuple[torch.Tensor, torch.Tensor | None, NormWeights | None]
@@ -192,7 +194,7 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Logits [S, vocab] of the sampled rows, `limited` or not. Writes new K and V to `kv`."""
         hidden = self.hidden(step, kv)
-        return self.head(hidden, output) if limited else self._product(hidden, output)
+        return self.head(hidden, output) if limited else self.product(hidden, output)
 
     def hidden(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
         """The head's input [S, hidden] for the sampled rows. Call it in inference mode. Writes the new K and
@@ -256,14 +258,15 @@ class DecoderModel:
         """Logits [S, vocab] of `hidden` rows, in inference mode. They are float32, or float64 for a float64
         model, and lie in `output` if that is given.
         """
-        return self.limited(self._product(hidden, output))
+        return self.limited(self.product(hidden, output))
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits`, changed to lie within the model's limits."""
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _product(self, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+    def product(self, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        """As `head`, without the model's limits."""
         if output is None:
             output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=self._wide)
         assert self._head is not None

@@ -212,6 +212,25 @@ class ModelSpec:
         """The same for an engine whose sequences have at most so many tokens."""
         return replace(self, ropes=tuple(rope and rope.for_length(max_length) for rope in self.ropes))
 
+    def with_draft_layer(self) -> ModelSpec:
+        """With one layer more, like the last: that of a draft head.
+
+        Raises `UnsupportedModelError` for a model that has no room for one.
+        """
+        others = self.recurrent, self.shapes, self.layer_inputs, self.layer_scale, self.learned_positions
+        if any(others) or self.embed_dim != self.hidden_size:
+            raise UnsupportedModelError(
+                f"{self.architecture} takes no draft head: its layers differ, or more than the token goes "
+                "into the first"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=(*experts.layers, experts.layers[-1]))
+        return replace(
+            self, num_layers=self.num_layers + 1, windows=(*self.windows, self.windows[-1]),
+            ropes=(*self.ropes, self.ropes[-1]), experts=experts,
+        )  # fmt: skip
+
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""

@@ -12,6 +12,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 
@@ -76,12 +77,19 @@ class RecordedSteps:
 
     def __init__(
         self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, sizes: Sequence[int],
-        max_length: int, *, by_slot: bool = False,
+        max_length: int, *, by_slot: bool = False, before: torch.Tensor | None = None, ahead: int = 0,
     ) -> None:  # fmt: skip
+        """`before`: of a draft head, `StepInputs.hidden` of the largest step. `ahead`: how many positions
+        `run_next` may go on, at most.
+        """
+        self._before = before
+        self._hidden: dict[int, torch.Tensor] = {}
+        """By size, what the head of the model was given [size, hidden]; the next step overwrites it."""
         self._model, self._kv, self._capture, self._sizes = model, kv, capture, sizes
         self._max_length, self._length, self._kernel, self._is_by_slot = max_length, 0, kernel, by_slot
         self._is_cpu = kv.keys[0].device.type == "cpu"
-        self._inputs = DecodeInputs(kv, kernel, model.kinds, sizes[-1], max_length)
+        self._inputs = DecodeInputs(kv, kernel, model.kinds, sizes[-1], max_length + ahead)
+        self.can_run_next = not self._inputs.has_chunks
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
         self._logits_of = [self._logits[:rows] for rows in range(sizes[-1] + 1)]
         self._replays: dict[int, Work | None] = {}
@@ -100,12 +108,18 @@ class RecordedSteps:
     def can_run(self, plan: ExecutionPlan) -> bool:
         """Whether the plan's step is recorded or can be: only decode rows, few positions."""
         rows = len(plan.decode_rows) + plan.num_proposed_tokens
-        if not rows or plan.prefills or rows > self._sizes[-1]:
+        if not rows or plan.prefills:
             return False
         if plan.chains and self._is_cpu and self._inputs.has_chunks:  # a chain may go from one to the next
             return False
         if not self._is_by_slot and plan.has_trees:
             return self._is_cpu and self._with_trees.can_run(plan)
+        return self.takes(rows)
+
+    def takes(self, rows: int) -> bool:
+        """Whether steps of so many rows are recorded or can be."""
+        if rows > self._sizes[-1]:
+            return False
         size = self._size(rows)
         return size not in self._replays or self._replays[size] is not None
 
@@ -115,20 +129,36 @@ class RecordedSteps:
         On a GPU each position of a chain has a span of its own: all K and V are written before they are read.
         """
         if self._is_by_slot:
-            tokens, spans, tables = rows.decodes_by_slot(plan)
-        elif plan.has_trees:
+            return self.run(*rows.decodes_by_slot(plan))
+        if plan.has_trees:
             return self._with_trees.logits(plan, rows)
-        else:
-            tokens, spans, tables = rows.decodes(plan, unrolled=not self._is_cpu)
+        return self.run(*rows.decodes(plan, unrolled=not self._is_cpu))
+
+    def run(
+        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], ahead: int = 0
+    ) -> torch.Tensor:
+        """As `logits`, of rows as `DecodeInputs.fill` takes them."""
         size = self._size(len(tokens))
-        self._ensure_length(max(span.end for span in spans))
-        self._inputs.fill(tokens, spans, tables, size)
+        self._ensure_length(min(self._max_length, max(span.end for span in spans) + ahead))
+        self._inputs.fill(tokens, spans, tables, size, ahead)
+        return self._replayed(size, len(tokens))
+
+    def run_next(self, tokens: Sequence[int]) -> torch.Tensor:
+        """As `run`, one position further. The last one computed one token of each row."""
+        self._inputs.advance(tokens)
+        return self._replayed(self._size(len(tokens)), len(tokens))
+
+    def _replayed(self, size: int, num_rows: int) -> torch.Tensor:
         replay = self._replays.get(size)
         if replay is None:
             self._record(size)
         else:
             replay()
-        return self._model.limited(self._logits_of[len(tokens)])
+        return self._model.limited(self._logits_of[num_rows])
+
+    def hidden(self, rows: int) -> torch.Tensor:
+        """The input of the model's head in the last step [rows, hidden]; as `logits`."""
+        return self._hidden[self._size(rows)][:rows]
 
     @cached_property
     def _with_trees(self) -> RecordedSteps:
@@ -152,8 +182,14 @@ class RecordedSteps:
         """Record a step by running it on the current inputs."""
         self._model.extend_to(self._length - 1)
         step = self._inputs.step(size, self._length - 1)
-        work = partial(self._model.forward, step, self._kv, self._logits_of[size], limited=False)
-        self._replays[size] = self._capture(work)
+        if self._before is not None:
+            step = replace(step, hidden=self._before[:size])
+        self._replays[size] = self._capture(partial(self._compute, step, size))
+
+    @torch.inference_mode()
+    def _compute(self, step: StepInputs, size: int) -> None:
+        hidden = self._hidden[size] = self._model.hidden(step, self._kv)
+        self._model.product(hidden, self._logits_of[size])
 
 
 _FIRST_SPAN, _SPAN = 2, 4
@@ -192,6 +228,7 @@ class DecodeInputs:
         }
         self._slots = head[self._first_slot :]
         self._first_entry = fields * max_rows
+        self._filled: Sequence[Sequence[Sequence[int]]] = ()
         self._tables = self._host[self._first_entry :].view(torch.int32).view(groups, -1).numpy()
 
     def step(self, rows: int, max_position: int) -> StepInputs:
@@ -209,12 +246,18 @@ class DecodeInputs:
         tables = self._device[self._first_entry :].view(torch.int32).view(len(self._tables), -1)
         return KernelCall(self._kernel, spans, tables[group], window, rows)
 
-    def fill(self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int) -> None:
-        """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding."""
+    def fill(
+        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int, ahead: int = 0
+    ) -> None:
+        """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding.
+
+        `advance` may go on for so many positions `ahead`.
+        """
+        self._filled = tables
         count, size, num_spans = len(tokens), self._block_size, len(spans)
         starts = [span.start for span in spans]
         places = [at for span in spans for at in range(span.start, span.end)] if num_spans < count else starts
-        num_blocks = [cdiv(span.end, size) for span in spans]
+        num_blocks = [cdiv(span.end + ahead, size) for span in spans]
         firsts = list(accumulate(num_blocks, initial=0))
         padding = firsts.pop()
         for field, values in ((self._tokens, tokens), (self._positions, places)):
@@ -242,6 +285,27 @@ class DecodeInputs:
             if rows > count:
                 used.append(self._scratch)
             entries[:num_entries] = used
+        last = self._first_entry + (len(self._tables) - 1) * self._entries + cdiv(num_entries, 2)
+        self._copy(last)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Each row computes the next of `tokens`, one position further.
+
+        The layers see no chunks.
+        """
+        count, size = len(tokens), self._block_size
+        self._tokens[:count] = tokens
+        self._positions[:count] += 1
+        self._spans[None][:count, 2] += 1
+        places = self._positions[:count].tolist()
+        for group, slots in enumerate(self._slots):
+            slots[:count] = [
+                table[group][at // size] * size + at % size
+                for table, at in zip(self._filled, places, strict=True)
+            ]
+        self._copy(self._first_entry)
+
+    def _copy(self, count: int) -> None:
+        """The first so many numbers to the device."""
         if self._device is not self._host:
-            last = self._first_entry + (len(self._tables) - 1) * self._entries + cdiv(num_entries, 2)
-            self._device[:last].copy_(self._host[:last], non_blocking=True)
+            self._device[:count].copy_(self._host[:count], non_blocking=True)

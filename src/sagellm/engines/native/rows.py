@@ -83,7 +83,7 @@ class BatchRows:
         self._rows[join.row] = BatchRow(join.request_id, tokens, join.num_prompt_tokens, tables, sampler)
 
     def _update_table(self, delta: BlockTableDelta) -> None:
-        row = self._row(delta.row)
+        row = self.row(delta.row)
         self._check_blocks(row.request_id, delta.block_ids)
         first, held = delta.first // self._num_groups, len(row.tables[0])
         if first > held:
@@ -102,7 +102,8 @@ class BatchRows:
         if len(block_ids) % self._num_groups:
             raise PlanError(f"{request_id} has {len(block_ids)} blocks for {self._num_groups} KV groups")
 
-    def _row(self, row: int) -> BatchRow:
+    def row(self, row: int) -> BatchRow:
+        """The running request of a row. Raises `PlanError` where none has joined."""
         try:
             return self._rows[row]
         except KeyError:
@@ -211,7 +212,7 @@ class BatchRows:
         found: list[ScoredPrompt] = []
         first = len(plan.decode_rows) + plan.num_proposed_tokens
         for op in plan.prefills:
-            batch_row = self._row(op.row)
+            batch_row = self.row(op.row)
             top = batch_row.sampler.params.prompt_logprobs
             if top is not None:
                 stop = min(op.start + op.num_tokens + 1, batch_row.num_prompt_tokens)
@@ -238,7 +239,7 @@ class BatchRows:
         spans: list[Span] = []
         tables: list[Tables] = []
         for row, position in places:
-            batch_row, more = self._row(row), proposed.get(row, ())
+            batch_row, more = self.row(row), proposed.get(row, ())
             whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
             own = whole.one_by_one() if unrolled else [whole]
             tokens += [batch_row.tokens[position], *more]
@@ -253,7 +254,7 @@ class BatchRows:
         tables: list[Tables] = []
         proposed, parents = self._proposed(plan), {chain.row: chain.parents for chain in plan.chains}
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-            batch_row, more = self._row(row), proposed.get(row, ())
+            batch_row, more = self.row(row), proposed.get(row, ())
             whole = self._span(len(tokens), row, position, 1 + len(more), len(more))
             tree = parents.get(row) or range(-1, len(more) - 1)
             tokens += [batch_row.tokens[position], *more]
@@ -266,7 +267,7 @@ class BatchRows:
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int, num_proposed: int = 0) -> Span:
         """A span that may end `num_proposed` tokens behind those of the row."""
-        batch_row = self._row(row)
+        batch_row = self.row(row)
         span = Span(first_row, num_tokens, start, batch_row.tables[0])
         limits = {
             "tokens": len(batch_row.tokens) + num_proposed,
@@ -312,17 +313,17 @@ class BatchRows:
             table[last // size]
             for row, start, last in ends
             if last // size * size >= start
-            for table in self._row(row).tables
+            for table in self.row(row).tables
         ]
 
     def samplers(self, rows: Iterable[int]) -> list[RowSampler]:
-        return [self._row(row).sampler for row in rows]
+        return [self.row(row).sampler for row in rows]
 
     def chain_samplers(self, plan: ExecutionPlan) -> list[RowSampler]:
         """The sampler of each row of logits; in a chain, after the tokens before."""
         chains, found = {chain.row: chain for chain in plan.chains}, list[RowSampler]()
         for row in plan.sample_rows:
-            sampler = self._row(row).sampler
+            sampler = self.row(row).sampler
             found.append(sampler)
             if row in chains:
                 found += [sampler.after(path) for path in chains[row].paths()]

@@ -24,16 +24,20 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class TokenCopier:
     """Copies within the pool of a model with plain attention and RoPE.
 
-    Raises `UnsupportedModelError` for another, with the reason.
+    With a draft `head`, of its KV too. Raises `UnsupportedModelError` for another, with the reason.
     """
 
-    def __init__(self, model: object, kv: PagedKV) -> None:
+    def __init__(self, model: object, kv: PagedKV, head: DecoderModel | None = None) -> None:
         if not isinstance(model, DecoderModel):
             raise UnsupportedModelError("a model that transformers runs has other keys")
         if kv.keys[0].dtype not in DTYPES:
             raise UnsupportedModelError(f"KV in {kv.keys[0].dtype} cannot be rotated")
         self._kv = kv
-        self._ropes: list[RopeSpec] = [model._ropes[plain_attention(own).rope]._spec for own in model._layers]
+        self._ropes: list[RopeSpec] = [
+            part._ropes[plain_attention(own).rope]._spec
+            for part in (model, *([] if head is None else [head]))
+            for own in part._layers
+        ]
         if any(rope.variant == "dynamic" for rope in self._ropes):
             raise UnsupportedModelError("angles of dynamic RoPE are not linear in the position")
 

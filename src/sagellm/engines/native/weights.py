@@ -118,6 +118,31 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     ]
 
 
+def head_parameters(spec: ModelSpec) -> list[Parameter]:
+    """Those of a draft head, the last layer of `spec` (`ModelSpec.with_draft_layer`).
+
+    Beside the layer's: `token_norm`, `hidden_norm`, `from_token` and `from_hidden` (the halves of a matrix),
+    and `head_norm`, in front of the model's head. In a checkpoint they have the names of DeepSeek-V3's MTP.
+    """
+    index, size = spec.num_layers - 1, spec.hidden_size
+    theirs = head_root(spec)
+    halves = [Kept(((0, size),), (first, first + size)) for first in (0, size)]
+    pieces = [WeightPiece(theirs + "eh_proj.weight", (size, 2 * size), kept=half) for half in halves]
+    named = [
+        *_norm(spec, "token_norm", theirs + "enorm"),
+        *_norm(spec, "hidden_norm", theirs + "hnorm"),
+        *zip(("from_token.weight", "from_hidden.weight"), [(piece,) for piece in pieces], strict=True),
+        *_layer_pieces(spec, index),
+        *_norm(spec, "head_norm", theirs + "shared_head.norm"),
+    ]
+    return [Parameter(name, own, is_multiplied=len(own[0].shape) == 2) for name, own in named]
+
+
+def head_root(spec: ModelSpec) -> str:
+    """What a head's tensors are named after: the layer behind the model's last."""
+    return f"{spec.names.root}layers.{spec.num_layers - 1}."
+
+
 def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """`spec`, with its experts stacked where the checkpoint has them so.
 

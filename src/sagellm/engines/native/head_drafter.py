@@ -1,0 +1,400 @@
+"""`HeadDrafter`: proposes tokens with a draft head.
+
+It keeps the model's last hidden states of each row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sagellm.core.blocks import NO_PAGE, cdiv
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import ExecutionPlan
+from sagellm.core.protocols.speculative import Asked, Proposal
+from sagellm.engines.native.attention import AttentionPlanner, Span
+from sagellm.engines.native.draft_head import DraftHead
+from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.memory import to_device
+from sagellm.engines.native.model import StepInputs
+from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps
+from sagellm.engines.native.rows import BatchRow, BatchRows
+from sagellm.engines.native.sampler import NO_TOKEN, Draw, RowSampler, sample
+
+MOST_TOKENS = 16
+"""Proposed for a row at most."""
+MOST_HELD = 32
+"""Hidden states of a row that are kept; before there are more, the KV of their tokens is written."""
+
+
+HiddenRows: TypeAlias = Any
+"""Hidden states by row: on a CPU numpy's, whose operators take a few us and not 20 to 80, else torch's."""
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_rows(matrix: torch.Tensor) -> HiddenRows:
+    """The rows of a matrix, to be copied.
+
+    On a CPU as whole numbers, since numpy has no bfloat16.
+    """
+    return matrix.view(_WHOLE[matrix.element_size()]).numpy() if matrix.is_cpu else matrix
+
+
+def blocks_per_row(block_size: int) -> int:
+    """Blocks in which a row's proposed tokens have their KV."""
+    return cdiv(MOST_TOKENS, block_size)
+
+
+@dataclass(slots=True)
+class HeadRow:
+    """What the head has of a row.
+
+    KV of the tokens before `start`, and `count` hidden states of the model. They are of the positions from
+    `start` - 1 on. The first is zeros where it is not known: of a request that begins, or whose prefix was
+    cached.
+    """
+
+    request_id: str
+    start: int
+    count: int = 1
+
+    @property
+    def num_computed(self) -> int:
+        """The row's tokens that the model has computed, as the head knows."""
+        return self.start + self.count - 1
+
+
+class Run(NamedTuple):
+    """Tokens that the head computes, from position `start` on. `table` has the sequence's blocks."""
+
+    token_ids: Sequence[int]
+    start: int
+    table: array[int]
+
+
+class Computed(NamedTuple):
+    """Logits behind each run's last token.
+
+    Its hidden state is `hidden[rows[i]]`.
+    """
+
+    logits: torch.Tensor
+    hidden: HiddenRows
+    rows: Sequence[int]
+    may_run_next: bool = False
+    """Of recorded steps, whether they can go on without new inputs."""
+
+
+@dataclass(slots=True)
+class HeadDraft:
+    """A row in one call, and what was drawn for it."""
+
+    index: int
+    row: int
+    own: BatchRow
+    table: array[int]
+    most: int
+    token_ids: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the greatest logit is drawn: its probability is the chance."""
+        return self.own.sampler.is_plain
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.most - len(self.token_ids)
+
+    def sampler(self) -> RowSampler:
+        return self.own.sampler.after(self.token_ids)
+
+    def take(self, token_id: int, chance: float, least: float) -> None:
+        """The head has drawn a token. A greedy proposal ends before a token with less than `least`."""
+        if token_id == NO_TOKEN or (self.is_plain and not chance >= least):  # it may be NaN
+            self.has_ended = True
+            return
+        self.token_ids.append(token_id)
+        self.chances.append(chance)
+        self.has_ended = not self.num_left
+
+    def next_run(self) -> Run:
+        return Run(self.token_ids[-1:], len(self.own.tokens) - 1 + len(self.token_ids), self.table)
+
+    def proposal(self) -> Proposal:
+        return Proposal(tuple(self.token_ids), acceptance=tuple(self.chances) if self.is_plain else ())
+
+
+class HeadDrafter:
+    """Owns the hidden states of a backend's rows. Implements `TokenDrafter`.
+
+    The backend says what a step changes (`apply`) and what it has computed: of prompts (`prefilled`), and of
+    rows in decode once their tokens are drawn (`decoded`). Proposed tokens have their KV in the row's last
+    block and then in blocks that belong to the row alone, so no block of another request is written.
+    `kv` is the head's part of the pool, of KV group `group`; `steps` are recorded steps of the head.
+    """
+
+    def __init__(
+        self, head: DraftHead, kv: PagedKV, group: int, rows: BatchRows, planner: AttentionPlanner,
+        max_rows: int, max_length: int, dtype: torch.dtype, draw: Draw | None,
+    ) -> None:  # fmt: skip
+        self._head, self._kv, self._group, self._rows, self._planner = head, kv, group, rows, planner
+        self._max_length, self._draw, self._device = max_length, draw, kv.device
+        shape = max_rows, MOST_HELD + 1, head.spec.hidden_size
+        self._hidden = torch.zeros(shape, dtype=dtype, device=kv.device)
+        self._rows_held = as_rows(self._hidden.flatten(0, 1))
+        self.given = torch.zeros(max(max_rows, MOST_CPU_ROWS), shape[2], dtype=dtype, device=kv.device)
+        """What a recorded step reads beside its tokens."""
+        self._rows_given = as_rows(self.given)
+        self.steps: RecordedSteps | None = None
+        self._held: dict[int, HeadRow] = {}
+        self._row_of: dict[str, int] = {}
+
+    # -- what steps compute
+
+    def apply(self, plan: ExecutionPlan) -> None:
+        """The backend's rows have changed as the plan says. Nothing is computed yet."""
+        for row in plan.left:
+            self._drop(row)
+        for join in plan.joined:
+            self._drop(join.row)
+            self._held[join.row] = HeadRow(join.request_id, join.num_computed)
+            self._row_of[join.request_id] = join.row
+            self._rows_held[join.row * (MOST_HELD + 1)] = 0
+        most = 1 + max([len(chain.token_ids) for chain in plan.chains]) if plan.chains else 1
+        for row in plan.decode_rows:
+            held = self._held.get(row)
+            if held is not None and held.count + most > MOST_HELD + 1:
+                self._flush(row)
+
+    def _drop(self, row: int) -> None:
+        held = self._held.pop(row, None)
+        if held is not None:
+            del self._row_of[held.request_id]
+
+    def prefilled(self, plan: ExecutionPlan, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """Take in the prompts of a step. `hidden` [T, hidden] are the model's last ones of all its tokens."""
+        first = first_prompt = len(plan.decode_rows) + plan.num_proposed_tokens
+        before: list[torch.Tensor] = []
+        for op in plan.prefills:
+            held = self._held[op.row]
+            if held.num_computed != op.start:  # a step that has failed is repeated
+                held.start, held.count = op.start, 1
+                self._hidden[op.row, 0].zero_()
+            self._flush(op.row)
+            before += [self._hidden[op.row, :1], hidden[first : first + op.num_tokens - 1]]
+            first += op.num_tokens
+        own = slice(first_prompt, first)
+        slots = inputs.slots[self._group][own]
+        self._write(inputs.tokens[own], inputs.positions[own], inputs.max_position, slots, torch.cat(before))
+        first = first_prompt
+        for op in plan.prefills:
+            first += op.num_tokens
+            held = self._held[op.row]
+            held.start, held.count = op.start + op.num_tokens, 1
+            self._hidden[op.row, 0] = hidden[first - 1]
+
+    def decoded(self, plan: ExecutionPlan, hidden: torch.Tensor, num_drawn: Sequence[int]) -> None:
+        """Take in rows in decode. `hidden` has their positions in the plan's order, of chains all.
+
+        `num_drawn`: how many tokens were drawn for each; so many positions count.
+        """
+        sizes = {row: len(token_ids) for row, token_ids in plan.chains}
+        sources: list[int] = []
+        targets: list[int] = []
+        first = 0
+        for row, position, count in zip(plan.decode_rows, plan.decode_positions, num_drawn, strict=True):
+            held = self._held[row]
+            num_new = count
+            if held.num_computed != position or held.count + count > MOST_HELD + 1:
+                held.start, held.count, num_new = position + count, 0, 1
+            stop = first + count
+            sources += range(stop - num_new, stop)
+            target = row * (MOST_HELD + 1) + held.count
+            targets += range(target, target + num_new)
+            held.count += num_new
+            first += 1 + sizes.get(row, 0)
+        if len(sources) == 1:
+            self._rows_held[targets[0]] = as_rows(hidden)[sources[0]]
+        elif sources:
+            self._rows_held[targets] = as_rows(hidden)[sources]
+
+    @torch.inference_mode()
+    def _flush(self, row: int) -> None:
+        """Write the KV of the tokens behind known hidden states. Then only the last state is kept."""
+        held, own = self._held[row], self._rows.row(row)
+        if held.count == 1 or not self._has_blocks(held, own):
+            self._keep_last(row)
+            return
+        stop, size, table = held.num_computed, self._kv.block_size, own.tables[self._group]
+        positions = torch.arange(held.start, stop)
+        tokens = torch.tensor(own.tokens[held.start : stop], dtype=torch.int32)
+        slots = torch.tensor([table[p // size] * size + p % size for p in range(held.start, stop)])
+        inputs = (to_device(tensor, self._device) for tensor in (tokens, positions, slots))
+        token_ids, places, where = inputs
+        self._write(token_ids, places, stop - 1, where, self._hidden[row, : held.count - 1])
+        self._keep_last(row)
+
+    def _has_blocks(self, held: HeadRow, own: BatchRow) -> bool:
+        """Whether the tokens behind known hidden states still have blocks.
+
+        A window may have passed them.
+        """
+        first, stop = held.start // self._kv.block_size, cdiv(held.num_computed, self._kv.block_size)
+        return NO_PAGE not in own.tables[self._group][first:stop]
+
+    def _keep_last(self, row: int) -> None:
+        """All tokens but the last have their KV, or no place for it."""
+        held = self._held[row]
+        if held.count > 1:
+            first = row * (MOST_HELD + 1)
+            self._rows_held[first] = self._rows_held[first + held.count - 1]
+        held.start, held.count = held.num_computed, 1
+
+    def _write(
+        self, tokens: torch.Tensor, positions: torch.Tensor, max_position: int, slots: torch.Tensor,
+        before: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._head.write_kv(
+            StepInputs(tokens, positions, max_position, [slots], None, {}, hidden=before), self._kv
+        )
+
+    # -- proposals
+
+    @torch.inference_mode()
+    def draft(self, asked: Sequence[Asked], min_probability: float) -> Sequence[Proposal]:
+        proposals = [Proposal()] * len(asked)
+        drafts = [draft for i, each in enumerate(asked) if (draft := self._begin(i, each)) is not None]
+        if not drafts:
+            return proposals
+        computed = self._first(drafts)
+        going = drafts
+        while True:
+            self._draw_each(going, computed.logits, min_probability)
+            left = [i for i, draft in enumerate(going) if not draft.has_ended]
+            if not left:
+                break
+            sources, steps = [computed.rows[i] for i in left], self.steps
+            follows = computed.may_run_next and len(left) == len(going) == len(computed.hidden)
+            going = [going[i] for i in left]
+            if follows and steps is not None:
+                self._rows_given[: len(going)] = computed.hidden
+                computed = computed._replace(logits=steps.run_next([draft.token_ids[-1] for draft in going]))
+            else:
+                runs = [draft.next_run() for draft in going]
+                ahead = max(draft.num_left for draft in going) - 1
+                computed = self._compute(runs, computed.hidden, sources, ahead)
+        for draft in drafts:
+            proposals[draft.index] = draft.proposal()
+        return proposals
+
+    def _begin(self, index: int, asked: Asked) -> HeadDraft | None:
+        """None for a request whose last tokens the head has not seen."""
+        row = self._row_of.get(asked.request.request_id)
+        if row is None:
+            return None
+        held, own, length = self._held[row], self._rows.row(row), len(asked.tokens)
+        is_known = held.num_computed == length - 1 and len(own.tokens) == length
+        most = min(asked.num_tokens, MOST_TOKENS, self._max_length - length)
+        if not is_known or own.tokens[-1] != asked.tokens[-1] or most < 1:
+            return None
+        if not self._has_blocks(held, own):
+            self._keep_last(row)
+        per_row = blocks_per_row(self._kv.block_size)
+        first = self._kv.first_draft_block + row * per_row
+        computed = cdiv(held.num_computed, self._kv.block_size)
+        table = own.tables[self._group][:computed] + array("i", range(first, first + per_row))
+        return HeadDraft(index, row, own, table, most)
+
+    def _first(self, drafts: Sequence[HeadDraft]) -> Computed:
+        """Compute all tokens whose hidden states are known."""
+        runs: list[Run] = []
+        sources: list[int] = []
+        for draft in drafts:
+            held, first = self._held[draft.row], draft.row * (MOST_HELD + 1)
+            runs.append(Run(draft.own.tokens[held.start :], held.start, draft.table))
+            sources += range(first, first + held.count)
+        found = self._compute(runs, self._rows_held, sources, max(draft.num_left for draft in drafts) - 1)
+        for draft in drafts:
+            self._keep_last(draft.row)
+        return found
+
+    def _compute(self, runs: Sequence[Run], hidden: HiddenRows, sources: list[int], ahead: int) -> Computed:
+        """Compute runs, whose tokens read the rows `sources` of `hidden`, one after the other.
+
+        At most so many tokens `ahead` follow behind each.
+        """
+        ends = list(accumulate(len(run.token_ids) for run in runs))
+        spans = [
+            Span(end - len(run.token_ids), len(run.token_ids), run.start, run.table)
+            for run, end in zip(runs, ends, strict=True)
+        ]
+        tokens, last, steps = (
+            [i for run in runs for i in run.token_ids],
+            [end - 1 for end in ends],
+            self.steps,
+        )
+        if steps is not None and steps.takes(len(tokens)):
+            self._rows_given[: len(tokens)] = hidden[sources]
+            if self._device.type != "cpu":
+                spans = [each for span in spans for each in span.one_by_one()]
+            logits = steps.run(tokens, spans, [[span.block_ids] for span in spans], ahead)
+            logits = logits if len(tokens) == len(last) else logits[last]
+            return Computed(logits, as_rows(steps.hidden(len(tokens))), last, steps.can_run_next)
+        given = torch.empty(len(tokens), self.given.shape[1], dtype=self.given.dtype, device=self._device)
+        as_rows(given)[:] = hidden[sources]
+        found = self._head.hidden(self._inputs(tokens, spans, given, last), self._kv)
+        return Computed(self._head.head(found), as_rows(found), range(len(runs)))
+
+    def _inputs(
+        self, tokens: Sequence[int], spans: Sequence[Span], given: torch.Tensor, last: Sequence[int]
+    ) -> StepInputs:
+        size, positions = self._kv.block_size, [at for span in spans for at in range(span.start, span.end)]
+        slots = [
+            span.block_ids[at // size] * size + at % size
+            for span in spans
+            for at in range(span.start, span.end)
+        ]
+        columns = torch.tensor(tokens, dtype=torch.int32), *map(torch.tensor, (positions, slots, last))
+        token_ids, places, where, rows = (to_device(column, self._device) for column in columns)
+        plans = {kind: self._planner.plan((), spans, (), kind[1]) for kind in self._head.kinds}
+        return StepInputs(token_ids, places, max(positions), [where], rows, plans, hidden=given)
+
+    def _draw_each(self, drafts: Sequence[HeadDraft], logits: torch.Tensor, least: float) -> None:
+        if logits.is_cpu and all(draft.is_plain and draft.own.sampler.reasoning is None for draft in drafts):
+            token_ids, chances = _greedy(logits.numpy())
+        else:
+            chances = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
+            token_ids = sample(logits, [draft.sampler() for draft in drafts], self._draw).token_ids
+        for draft, token_id, chance in zip(drafts, token_ids, chances, strict=True):
+            draft.take(token_id, chance, least)
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where what the head knows of its rows cannot be."""
+        rows = {held.request_id: row for row, held in self._held.items()}
+        if rows != self._row_of:
+            raise BookkeepingError(f"a draft head has rows {rows} and finds {self._row_of}")
+        for row, held in self._held.items():
+            known = len(self._rows.row(row).tokens)
+            if not 1 <= held.count <= MOST_HELD + 1 or held.num_computed > known:
+                raise BookkeepingError(f"a draft head has {held} of a row with {known} tokens")
+
+
+def _greedy(logits: npt.NDArray[np.floating[Any]]) -> tuple[list[int], list[float]]:
+    """The token with the greatest of each row's logits, and its probability.
+
+    That is NaN if there is no greatest.
+    """
+    token_ids = logits.argmax(-1)
+    best = logits[np.arange(len(logits)), token_ids]
+    chances: list[float] = (1 / np.exp(logits - best[:, None]).sum(-1)).tolist()
+    return token_ids.tolist(), chances

@@ -1,0 +1,96 @@
+"""`HeadedBackend`: the native backend of a model with a draft head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.types import CapabilityDescriptor, TokenLogprob
+from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.draft_head import DraftHead
+from sagellm.engines.native.head_drafter import MOST_TOKENS, HeadDrafter, blocks_per_row
+from sagellm.engines.native.kv_cache import layer_kinds
+from sagellm.engines.native.loading import CheckedModel, ModelWeights
+from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.sampler import ScoredPrompt, prompt_logprobs
+from sagellm.engines.native.token_copies import TokenCopier
+
+DRAFT_HEAD = "draft_head"
+
+
+class HeadedBackend(NativeBackend):
+    """Keeps the model's last hidden states, from which `drafter` proposes tokens.
+
+    The head's KV is one more layer in the blocks, so blocks are those of another model: they do not move
+    to a backend without the head. Needs the option `head`; the others are as in `NativeBackend`, without
+    `ranks`.
+    """
+
+    _hidden: torch.Tensor
+    """Of the step under way, what the model's head was given for the rows of its logits."""
+
+    def _take_head(self, source: CheckedModel, weights: ModelWeights, kernels: KernelSet) -> None:
+        assert isinstance(source.layout, ModelSpec)
+        self._layout = source.layout
+        self._head = DraftHead(source.layout, weights, self._compute_dtype, self._device, kernels)
+
+    def _make_drafter(self) -> None:
+        kv, group = self._kv.of_last_layer(), layer_kinds(self._layout.kv_windows, self._schema.groups)[-1][0]
+        self.drafter = HeadDrafter(
+            self._head, kv, group, self._rows, self._planner, self._max_num_seqs, self._max_model_len,
+            self._compute_dtype, self._draw,
+        )  # fmt: skip
+        self.drafter.steps = self._recorded(
+            self._head, kv, len(self.drafter.given), self.drafter.given, MOST_TOKENS - 1
+        )
+
+    def _num_draft_blocks(self, block_size: int) -> int:
+        return self._max_num_seqs * blocks_per_row(block_size)
+
+    def capability(self) -> CapabilityDescriptor:
+        found = super().capability()
+        return replace(found, features=found.features | {DRAFT_HEAD})
+
+    def token_copier(self) -> TokenCopier:
+        return TokenCopier(self._model, self._kv, self._head)
+
+    def _begin(self, plan: ExecutionPlan) -> None:
+        super()._begin(plan)
+        self.drafter.apply(plan)
+
+    def _compute(self, plan: ExecutionPlan) -> StepResult:
+        result = super()._compute(plan)
+        num_drawn = result.num_drawn(plan) if plan.chains else [1] * len(plan.decode_rows)
+        self.drafter.decoded(plan, self._hidden, num_drawn)
+        return result
+
+    def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
+        if self._steps is not None and self._steps.can_run(plan):
+            logits = self._steps.logits(plan, self._rows)
+            self._hidden = self._steps.hidden(len(logits))
+            return logits
+        with torch.inference_mode():
+            self._hidden = self._last_hidden(plan)
+            return self._model.head(self._hidden)
+
+    @torch.inference_mode()
+    def _logits_and_scores(
+        self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        hidden = self._last_hidden(plan, scored)
+        self._hidden, others = hidden.tensor_split([len(plan.sample_rows) + plan.num_proposed_tokens])
+        found = prompt_logprobs(self._model.head, others, scored, self._spec.vocab_size)
+        return self._model.head(self._hidden), found
+
+    def _last_hidden(self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt] = ()) -> torch.Tensor:
+        """The hidden states whose logits are wanted. The head takes in the prompts of the step."""
+        inputs = self._inputs(plan, scored)
+        if not plan.prefills:
+            return self._model.hidden(inputs, self._kv)
+        hidden = self._model.hidden(replace(inputs, sampled=None), self._kv)
+        self.drafter.prefilled(plan, inputs, hidden)
+        return hidden[inputs.sampled]
