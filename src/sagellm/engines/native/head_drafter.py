@@ -208,7 +208,7 @@ class HeadDrafter:
 
         `num_drawn`: how many tokens were drawn for each; so many positions count.
         """
-        sizes = {row: len(token_ids) for row, token_ids in plan.chains}
+        sizes = {chain.row: len(chain.token_ids) for chain in plan.chains}  # of a head, which makes no trees
         sources: list[int] = []
         targets: list[int] = []
         first = 0

@@ -247,7 +247,12 @@ class DecodeInputs:
         return KernelCall(self._kernel, spans, tables[group], window, rows)
 
     def fill(
-        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], rows: int, ahead: int = 0
+        self,
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        tables: Sequence[Tables],
+        rows: int,
+        ahead: int = 0,
     ) -> None:
         """`spans[i]` computes the next of `tokens` with `tables[i]`. The other rows are padding.
 
