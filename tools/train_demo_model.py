@@ -71,7 +71,7 @@ class Run(Generic[Net]):
     forward: Callable[..., Tensor]
 
 
-def arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="Hugging Face folder to write")
@@ -99,7 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--drop-at", type=int, nargs="*", default=[], help="steps at which to write the folder"
     )
-    return parser.parse_args()
+    return parser
 
 
 def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -> list[list[Row]]:
@@ -305,7 +305,7 @@ def train(run: Run[DemoNet], tokenizer: Tokenizer, args: argparse.Namespace) -> 
 
 def main() -> None:
     """Train and write the folder."""
-    args = arguments()
+    args = make_parser().parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = load_or_train_tokenizer(args)
     run = start(args, tokenizer)
