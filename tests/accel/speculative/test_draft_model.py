@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sagellm.accel.speculative.draft_model import DraftModel
+from sagellm.accel.speculative.draft_model import MOST_RECORDED_ROWS, DraftModel
 from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
@@ -79,6 +79,22 @@ def test_what_was_accepted_is_not_computed_again() -> None:
         tokens += own if drawn == 4 else [*own[:drawn], (own[drawn] + 1) % VOCABULARY]
         draft.check()
     draft.forget(asked("a", tokens, 4).request, Tokens(tokens))
+    draft.check()
+
+
+@pytest.mark.parametrize(("num_requests", "chunks"), [(MOST_RECORDED_ROWS, 0), (MOST_RECORDED_ROWS + 1, 1)])
+def test_few_requests_whose_proposals_were_accepted_whole_need_no_chunk(
+    num_requests: int, chunks: int
+) -> None:
+    backend = Counting(max_num_seqs=16)
+    draft, names = DraftModel(backend), [f"r{i}" for i in range(num_requests)]
+    texts = {name: [i, i + 1, 4] for i, name in enumerate(names)}
+    draft.propose([asked(name, text, 2, num_prompt=3) for name, text in texts.items()])
+    texts = {name: [*text, *right(text, 3)] for name, text in texts.items()}
+    before = len(backend.plans)
+    found = draft.propose([asked(name, text, 2, num_prompt=3) for name, text in texts.items()])
+    assert [each.token_ids for each in found] == [right(text, 2) for text in texts.values()]
+    assert sum(bool(plan.prefills) for plan in backend.plans[before:]) == chunks
     draft.check()
 
 

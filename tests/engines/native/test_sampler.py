@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.seeds import request_seed
 from sagellm.core.types import SamplingParams
+from sagellm.engines.native import sampler
 from sagellm.engines.native.sampler import NO_TOKEN, RowSampler, sample, splitmix64, uniform
 
 CPU = torch.device("cpu")
@@ -203,25 +204,44 @@ def test_a_row_whose_logits_are_no_numbers_gets_no_token_and_costs_no_other(spoi
     assert sample(logits, rows).token_ids == [NO_TOKEN, 3, NO_TOKEN, 3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize("spoiled", [0.0, math.nan, math.inf, -math.inf])
-def test_plain_rows_get_alone_what_they_get_beside_others(spoiled: float) -> None:
-    """A step of greedy rows only goes another way than one in which somebody asks for more."""
+def test_plain_rows_get_alone_what_they_get_beside_others(spoiled: float, temperature: float) -> None:
+    """A step of plain rows only goes another way than one in which somebody asks for more."""
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).round()  # equals among them
     logits[0, 5], logits[1, 7], logits[2] = spoiled, spoiled, spoiled
-    plain = [row_of(SamplingParams(temperature=0.0)) for _ in range(6)]
+    asked = SamplingParams(temperature=temperature, logprobs=0)
+    plain = [row_of(asked, seed=seed) for seed in range(6)]
     other = row_of(SamplingParams(temperature=0.0, logprobs=1))
     assert all(row.is_plain for row in plain)
     assert not other.is_plain
-    together = sample(torch.cat([logits, torch.zeros(1, VOCAB)]), [*plain, other]).token_ids
-    assert sample(logits.clone(), plain).token_ids == together[:6]
+    together = sample(torch.cat([logits, torch.zeros(1, VOCAB)]), [*plain, other])
+    alone = sample(logits.clone(), plain)
+    assert alone.token_ids == together.token_ids[:6]
+    for i, found in alone.logprobs.items():
+        assert found.token_id == together.logprobs[i].token_id
+        assert found.logprob == pytest.approx(together.logprobs[i].logprob, abs=1e-6, nan_ok=True)
+
+
+def test_numpy_draws_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn(64, 700, generator=torch.Generator().manual_seed(0))
+    rows = [row_of(SamplingParams(temperature=0.2 + seed / 20), seed=seed, vocab=700) for seed in range(64)]
+    drawn = sample(logits.clone(), rows).token_ids
+    assert all(row.is_plain for row in rows)
+    monkeypatch.setattr(sampler, "SMALL_VOCABULARY", 0)
+    rows = [row_of(row.params, seed=row.seed, vocab=700) for row in rows]
+    assert not any(row.is_plain for row in rows)
+    assert sample(logits.clone(), rows).token_ids == drawn
+    assert len(set(drawn)) > 20
 
 
 @pytest.mark.parametrize(
     "asked",
-    [{"temperature": 1.0}, {"logprobs": 0}, {"min_tokens": 2}, {"logit_bias": {1: 2.0}},
-     {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}],
+    [{"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "min_p": 0.1},
+     {"logprobs": 1}, {"min_tokens": 2}, {"logit_bias": {1: 2.0}}, {"presence_penalty": 0.5},
+     {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}],
 )  # fmt: skip
-def test_a_row_that_asks_for_anything_is_not_plain(asked: dict[str, Any]) -> None:
+def test_a_row_that_asks_for_more_is_not_plain(asked: dict[str, Any]) -> None:
     assert not row_of(SamplingParams(**{"temperature": 0.0, **asked}), eos=(3,)).is_plain
 
 

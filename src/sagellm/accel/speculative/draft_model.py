@@ -18,6 +18,9 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Request, SamplingParams, Tokens
 
+MOST_RECORDED_ROWS = 8
+"""Two decode steps of so few rows take less than one chunk of two tokens: the native backend records them."""
+
 
 @dataclass(slots=True, eq=False)
 class DraftRow:
@@ -70,11 +73,12 @@ class Drafting:
     def is_decode(self) -> bool:
         return self.num_tokens == 1 and not self.catches_up
 
-    def join(self) -> Join:
-        request, held, tokens = self.asked.request, self.held, self.asked.tokens.tobytes()
+    def join(self, num_tokens: int) -> Join:
+        """The request with its first tokens alone."""
+        request, held, tokens = self.asked.request, self.held, self.asked.tokens.slice(0, num_tokens)
         return Join(
-            held.row, request.request_id, tokens, len(request.tokens), self.start, tuple(held.block_ids),
-            held.params, frozenset(),
+            held.row, request.request_id, tokens.tobytes(), min(len(request.tokens), num_tokens), self.start,
+            tuple(held.block_ids), held.params, frozenset(),
         )  # fmt: skip
 
     def prefill(self) -> Prefill:
@@ -204,20 +208,37 @@ class DraftModel:
 
     def _draw_first(self, drafts: Sequence[Drafting]) -> None:
         """Compute what the draft does not know; draw a token behind it."""
-        rows = {each.held.row for each in drafts}
+        behind = [each for each in drafts if each.num_tokens == 2 and not each.catches_up]
+        if behind and len(drafts) <= MOST_RECORDED_ROWS:  # a proposal that was accepted whole leaves two
+            self._rejoin(behind, num_later=1)  # what is drawn there is dropped
+            for each in behind:
+                each.start, each.num_tokens = each.start + 1, 1
         single = [each for each in drafts if each.is_decode]
         others = [each for each in drafts if not each.is_decode]
+        result = self._rejoin(single, others)
+        self._take(result, [each for each in (*single, *others) if not each.catches_up])
+
+    def _rejoin(
+        self, decodes: Sequence[Drafting], prefills: Sequence[Drafting] = (), num_later: int = 0
+    ) -> StepResult:
+        """Run a step of requests that join their rows.
+
+        They join with all their tokens but the last `num_later`.
+        """
+        drafts = (*decodes, *prefills)
+        rows = {each.held.row for each in drafts}
         plan = ExecutionPlan(
             self._num_steps,
-            joined=tuple([each.join() for each in drafts]),
+            joined=tuple([each.join(each.length - num_later) for each in drafts]),
             left=tuple(sorted(self._joined & (self._left | rows))),
-            decode_rows=tuple([each.held.row for each in single]),
-            decode_positions=tuple([each.length - 1 for each in single]),
-            prefills=tuple([each.prefill() for each in others]),
+            decode_rows=tuple([each.held.row for each in decodes]),
+            decode_positions=tuple([each.start for each in decodes]),
+            prefills=tuple([each.prefill() for each in prefills]),
         )
-        self._execute(plan, [each for each in (*single, *others) if not each.catches_up])
+        result = self._run(plan)
         self._joined = (self._joined - self._left) | rows
         self._left.clear()
+        return result
 
     def _draw_next(self, drafts: Sequence[Drafting]) -> Iterator[Drafting]:
         """Draw one more token for each; those that may go on after it."""
@@ -227,15 +248,17 @@ class DraftModel:
             decode_positions=tuple([each.length + len(each.token_ids) - 1 for each in drafts]),
         )
         before = [len(each.token_ids) for each in drafts]
-        self._execute(plan, drafts)
+        self._take(self._run(plan), drafts)
         for each, count in zip(drafts, before, strict=True):
             if count < len(each.token_ids) < each.most:
                 yield each
 
-    def _execute(self, plan: ExecutionPlan, drafts: Sequence[Drafting]) -> None:
-        """Run a step, and take the tokens that were drawn for these."""
-        result = self._backend.execute(plan)
+    def _run(self, plan: ExecutionPlan) -> StepResult:
         self._num_steps += 1
+        return self._backend.execute(plan)
+
+    def _take(self, result: StepResult, drafts: Sequence[Drafting]) -> None:
+        """Take the tokens that were drawn for these."""
         for each, token_id in zip(drafts, result.token_ids, strict=True):
             chance = self._chance(each, result)
             if chance is None or chance >= self._min_probability:
