@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def begin(args: argparse.Namespace) -> Run:
+def begin(args: argparse.Namespace) -> Run[DemoNet]:
     """The grown network, or the run that the work folder's checkpoint left off."""
     torch.manual_seed(args.seed)
     small = load_net(args.start)
