@@ -32,8 +32,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "auto": {"speculative.method": "auto"},
     "heads, 2 at once": FIXED | {"speculative.num_tokens": 2},
-    "heads, 4 at once": FIXED,
-    "heads, 6 at once": FIXED | {"speculative.num_tokens": 6},
+    "heads, 4 at once": FIXED | {"speculative.num_tokens": 4},
+    "heads, 8 at once": FIXED | {"speculative.num_tokens": 8},
     "suffix": {"speculative.method": "suffix"},
 }
 WARM_UPS = 2

@@ -106,7 +106,7 @@ def test_pull_then_models_and_doctor(hub: FakeHub, home: Path) -> None:
     sagellm(hub, home, "pull", "org/foreign")
     listed = sagellm(None, home, "models").stdout.splitlines()
     assert [line.split()[:3] for line in listed if line.startswith(("org/single", "sagellm-demo"))] == [
-        ["sagellm-demo", "2.2", "MB"], ["org/single", "2.2", "MB"]
+        ["sagellm-demo", "2.7", "MB"], ["org/single", "2.2", "MB"]
     ]  # fmt: skip
     [foreign] = [line for line in listed if line.startswith("org/foreign")]
     assert "no:" in foreign

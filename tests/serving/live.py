@@ -62,7 +62,11 @@ def serving(
     log_requests: bool = True,
     **settings: Any,
 ) -> Iterator[Live]:
-    """A server; `settings` are of the section `server`."""
+    """A server; `settings` are of the section `server`.
+
+    It computes no next turns of chats unless asked: they would come and go under tests that count blocks.
+    """
+    settings.setdefault("prefill_next_turn", False)
     chosen = ServerConfig(port=0, shutdown_grace_s=settings.pop("shutdown_grace_s", 5.0), **settings)
     app = create_app(
         llm,

@@ -49,7 +49,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def live(template: str) -> Iterator[Live]:
     llm = load(None, {"model.chat_template": template, "kv.block_size": 4, "kv.num_blocks": 512})
-    with serving(llm) as running:
+    with serving(llm, prefill_next_turn=True) as running:
         yield running
 
 

@@ -218,7 +218,7 @@ class SpeculativeConfig(Section):
         "synthetic (method_options: {acceptance: 0.7}) is for benchmarks: its answers are made-up tokens",
     )
     method_options: dict[str, Any] = key({}, "options of that method")
-    num_tokens: int = key(4, "most tokens proposed for a request and step", ge=1, le=64)
+    num_tokens: int = key(8, "most tokens proposed for a request and step", ge=1, le=64)
     adaptive: bool = key(True, "verify only proposed tokens that make decoding faster, as measured")
 
 
@@ -233,7 +233,7 @@ class EngineConfig(Section):
     seed: int = key(0, "seed of requests that bring none", ge=0, lt=2**63)
     kernels: Literal["auto", "off"] = key("auto", "kernels, compiled when first needed; off: torch alone")
     recorded_steps: bool = key(
-        True, "record decode steps and replay them (with kernels; on CPUs up to 16 positions)"
+        True, "record decode steps and replay them (with kernels; on CPUs up to 32 positions)"
     )
     overlap: bool = key(False, "plan the next step while one computes")
 

@@ -125,7 +125,8 @@ bool one(int32_t query_type, int32_t pool_type) {
                            {shared ? keys.bytes.get() : values.bytes.get(), block_size * value_size, value_size,
                             value_stride}, tables.get(), seen.spans.data(),
                            seen.rows, num_blocks, int64_t(seen.tables.size()), int64_t(seen.spans.size()),
-                           heads, kv_heads, dim, value_dim, block_size, window, heads * dim, dim,
+                           heads, kv_heads, dim, value_dim, block_size, window,
+                           between(0, seen.rows), heads * dim, dim,
                            heads * value_dim, value_dim, sinks.get(), 1.0f / std::sqrt(float(dim)),
                            between(0, 1) ? 0.0f : float(between(1, 50)), query_type, pool_type};
     fill(keys, job, dim, seen);

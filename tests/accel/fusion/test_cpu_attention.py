@@ -44,10 +44,12 @@ class Scene:
     tables: torch.Tensor
     window: int | None = None
     scores: Scores | None = None
+    decode_rows: int = 0
 
     @property
     def args(self) -> tuple[torch.Tensor | int | Scores | None, ...]:
-        return self.query, self.keys, self.values, self.spans, self.tables, self.window, self.scores
+        pools = self.query, self.keys, self.values
+        return *pools, self.spans, self.tables, self.window, self.scores, self.decode_rows
 
 
 def scene(
@@ -301,6 +303,7 @@ def test_a_few_tokens_are_computed_as_each_alone(kernel: FusedKernel, dtype: tor
         made = scene(
             [(start, tokens)], heads=2 * group, block_size=16, dtype=dtype, pool_dtype=dtype, seed=start
         )
+        made.decode_rows = tokens
         together = compare(kernel, made)
         for token in range(tokens):
             alone = torch.tensor([[token, 1, start + token, 0]])
@@ -312,6 +315,7 @@ def test_no_key_behind_a_token_reaches_it(kernel: FusedKernel) -> None:
     """Proposed tokens may be absurd: their keys and values may be inf or NaN."""
     for dtype in DTYPES:
         made = scene([(61, 7)], dtype=dtype, pool_dtype=dtype, block_size=16)
+        made.decode_rows = 7
         clean = kernel.apply(*made.args)
         for last in range(1, 7):
             block, slot = made.tables[(61 + last) // 16], (61 + last) % 16
@@ -326,6 +330,7 @@ def test_a_few_tokens_in_a_window(kernel: FusedKernel, window: int) -> None:
     """What is left of the window of every token is NaN."""
     for dtype in (torch.float32, torch.bfloat16):
         made = scene([(200, 5), (2, 7)], dtype=dtype, pool_dtype=dtype, window=window, block_size=8)
+        made.decode_rows = 12
         for position in range(max(0, 201 - window)):
             made.keys[made.tables[position // 8], position % 8] = math.nan
             made.values[made.tables[position // 8], position % 8] = math.nan

@@ -15,7 +15,7 @@ from sagellm.accel.speculative.lengths import (
     PLAIN_EVERY,
     PLAIN_STEPS,
     ChainLengths,
-    VerifyTimes,
+    MeasuredTimes,
 )
 
 Seconds = Callable[[int], float]
@@ -45,13 +45,13 @@ def learned(seconds: Seconds, sizes: range, num_rows: int = 1) -> ChainLengths:
     lengths = ChainLengths()
     for _ in range(PLAIN_STEPS):
         lengths.step_took(num_rows, 0, 0, seconds(num_rows))
-    for size in sizes:
+    for size in (*sizes, *sizes):
         lengths.step_took(num_rows, 0, size - num_rows, seconds(size))
     return lengths
 
 
 def test_times_are_the_median_of_what_was_seen() -> None:
-    times = VerifyTimes()
+    times = MeasuredTimes()
     assert times.seconds(3) == 0.0
     for seconds in (0.5, 0.01, 0.01, 0.01):  # the first step compiles
         times.observe(1, seconds)
@@ -66,7 +66,7 @@ def test_times_are_the_median_of_what_was_seen() -> None:
 
 
 def test_times_follow_a_context_that_grows() -> None:
-    times = VerifyTimes()
+    times = MeasuredTimes()
     for step in range(400):
         slower = 1 + step / 200
         times.observe(1, 0.01 * slower)
@@ -88,7 +88,7 @@ def test_no_other_lengths_are_faster(
     lengths = ChainLengths()
     for _ in range(PLAIN_STEPS):
         lengths.step_took(num_rows, 0, 0, seconds[0])
-    for size in range(1, 20):
+    for size in (*range(1, 20), *range(1, 20)):
         lengths.times.observe(num_rows + size, seconds[size])
     for index, (rate, _) in enumerate(requests):
         for _ in range(60):
@@ -144,7 +144,7 @@ def test_tokens_of_a_tree_count_with_their_paths() -> None:
 
 def test_chains_do_not_hold_up_prompts() -> None:
     lengths = learned(lambda size: 0.01 + 0.0001 * size, range(2, 10))
-    for size in (500, 600, 700):
+    for size in (500, 600, 700, 500, 600, 700):
         lengths.times.observe(size, 0.01 + 0.0001 * size)
     lengths.verified("a", 12, 11)
     assert lengths.choose([("a", unknown(4))], 1, 0) == [4]

@@ -61,7 +61,8 @@ class PagedAttention(CheckedKernel):
     `query` [T, heads, head_dim]; `keys`, a pool [num_blocks, block_size, kv_heads, head_dim], and `values`,
     one of value_dim dims, which may be a part of the keys; `spans`, int64 [n, 4], for each sequence the first
     row, number of tokens, position of the first token and first table entry; `tables`, int32, the block ids
-    of all sequences; and optionally `window` and `scores`.
+    of all sequences; and optionally `window`, `scores` and `decode_rows`: so many first rows are in decode,
+    and a kernel may compute the few tokens of a chain in another way than a prompt.
 
     A token attends to the last `window` positions of its sequence up to its own, or to all of them. Scores
     are scaled by 1/sqrt(head_dim), or made as `scores` says. The result is [T, heads, value_dim] in the
@@ -74,7 +75,7 @@ class PagedAttention(CheckedKernel):
     def _obstacle(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
         spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
-        scores: Scores | None = None,
+        scores: Scores | None = None, decode_rows: int = 0,
     ) -> str:  # fmt: skip
         if values is None or spans is None or tables is None:
             return "it takes query, keys, values, spans, tables and optionally a window and scores"

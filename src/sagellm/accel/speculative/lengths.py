@@ -14,7 +14,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 
 FIRST_RATE = 0.7
 """The chance of acceptance, before anything was verified."""
@@ -34,7 +33,7 @@ TRIED_TOKENS = 1
 TRIAL_SHARE = 0.01
 """Of the time of all steps, what trials may lose."""
 QUICK = 0.01
-"""A proposer that takes less than so much of a step for a token is asked in pauses too, if it estimates."""
+"""A proposer that takes less than so much of a step is asked in pauses too, if it estimates."""
 ESTIMATE_CLASSES = 1.0
 """Of a proposer's estimates, for each factor of 2 of their odds."""
 LEAST_CHANCE, MOST_CHANCE = 0.001, 0.999
@@ -47,28 +46,33 @@ NUM_SAMPLES = 9
 LEVEL_WEIGHT = 0.1
 
 
-class VerifyTimes:
-    """Seconds of a step by its number of positions, learned from steps.
+class MeasuredTimes:
+    """Seconds by size: a step by its positions, a proposer by its tokens.
 
     Sizes up to 64 are kept apart, larger ones in 16 classes for each power of two. A class has the median of
-    its last samples, relative to a level that follows slow changes (a context that grows, other load).
+    its last samples, relative to a level that follows slow changes (a context that grows, other load). The
+    first step of a class is left out: it may record or compile what later ones reuse.
     """
 
     def __init__(self) -> None:
         self._level_s = 0.0
-        self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._begun: set[int] = set()
+        self._samples: dict[int, deque[float]] = {}
         self._classes: list[int] = []
         self._sizes: list[float] = []
         self._ratios: list[float] = []
-        """By class, its samples' mean size and median ratio to the level."""
+        """By class, its samples' mean size, which follows, and median ratio to the level."""
 
     def observe(self, num_positions: int, seconds: float) -> None:
         """Ignores what took no time, as with a scripted clock."""
         if seconds <= 0 or num_positions < 1:
             return
+        size_class = _size_class(num_positions)
+        if size_class not in self._begun:
+            self._begun.add(size_class)
+            return
         if not self._samples:
             self._level_s = seconds
-        size_class = _size_class(num_positions)
         place = bisect.bisect_left(self._classes, size_class)
         if size_class not in self._samples:
             self._samples[size_class] = deque(maxlen=NUM_SAMPLES)
@@ -76,9 +80,9 @@ class VerifyTimes:
             self._sizes.insert(place, 0.0)
             self._ratios.insert(place, 0.0)
         samples = self._samples[size_class]
-        samples.append((num_positions, seconds / self._level_s))
-        self._sizes[place] = fmean(size for size, _ in samples)
-        self._ratios[place] = ratio = median(each for _, each in samples)
+        samples.append(seconds / self._level_s)
+        self._sizes[place] += (num_positions - self._sizes[place]) / len(samples)
+        self._ratios[place] = ratio = sorted(samples)[len(samples) // 2]
         now_s = min(max(seconds / ratio, self._level_s / 2), self._level_s * 2)
         self._level_s += LEVEL_WEIGHT * (now_s - self._level_s)
 
@@ -168,14 +172,14 @@ class ChainLengths:
     """Owns what an engine knows of acceptance and of step times."""
 
     def __init__(self) -> None:
-        self.times = VerifyTimes()
+        self.times = MeasuredTimes()
         self.acceptance = Acceptance()
         self._pauses: dict[str, _Pause] = {}
         self._num_steps = 0
         self._spent_s = self._trials_s = 0.0
         """Of all steps, and what trials were expected to lose."""
-        self._pass_s: deque[float] = deque([0.0], maxlen=NUM_SAMPLES)
-        """Of the last calls of the proposer, the time for each token of the longest proposal."""
+        self.proposing = MeasuredTimes()
+        """Of calls of the proposer, by the longest proposal."""
         self._has_estimates = False
         self._plain: dict[int, tuple[int, int]] = {}
         """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
@@ -198,24 +202,26 @@ class ChainLengths:
         if pause is None or not pause.left:
             return True
         pause.left -= 1
-        return self._has_estimates and median(self._pass_s) < QUICK * self.times.seconds(1)
+        return self._has_estimates and self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
         """The proposer has taken so long for proposals of up to so many tokens."""
-        if num_tokens:
-            self._pass_s.append(seconds / num_tokens)
+        self.proposing.observe(num_tokens, seconds)
 
     def worth_proposing(self, request_ids: Sequence[str], num_rows: int, most: int) -> int:
-        """How many tokens to ask for, 1 to `most`.
+        """How many tokens to ask for, 1 to `most`, to make most per second.
 
-        A draft draws them one after the other, for all requests at once. The k-th is worth its time while the
-        chance that all k are accepted is more than the share of a step which that time is.
+        What a draft takes grows with them, since it draws one after the other, for all requests at once.
         """
-        pass_s, step_s = median(self._pass_s), self.times.seconds(num_rows)
-        rate = max(map(self.acceptance.chance, request_ids))
-        if not pass_s or not step_s:
-            return most
-        return max(1, min(most, int(math.log(min(1.0, pass_s / step_s)) / math.log(rate))))
+        rate, num_asked = max(map(self.acceptance.chance, request_ids)), len(request_ids)
+        best, best_speed, chance, expected = 1, 0.0, 1.0, float(num_rows)
+        for number in range(1, most + 1):
+            chance *= rate
+            expected += num_asked * chance
+            step_s = self.times.seconds(num_rows + number * num_asked) + self.proposing.seconds(number)
+            if expected / (step_s or 1.0) >= best_speed:
+                best, best_speed = number, expected / (step_s or 1.0)
+        return best
 
     def choose(
         self, proposals: Sequence[tuple[str, Estimates]], num_rows: int, num_prompt_tokens: int,
@@ -249,9 +255,10 @@ class ChainLengths:
             if now >= speed:
                 num_best, speed, gain = number, now, expected - num_others
         lengths = Counter(index for _, index in chances[:num_best])
-        longer_s = self.times.seconds(num_others + num_best) - plain_s
-        longer_s += median(self._pass_s) * max(lengths.values(), default=0)
-        if gain - longer_s * speed < LEAST_GAIN * len(proposals):
+        longest = max(lengths.values(), default=0)
+        step_s = self.times.seconds(num_others + num_best) + (longest and self.proposing.seconds(longest))
+        speed = (num_others + gain) / (step_s or 1.0)
+        if speed * (plain_s or 1.0) - num_others < LEAST_GAIN * len(proposals):
             lengths.clear()
         return [
             self._with_pause(name, estimates, lengths[index], num_others)

@@ -198,6 +198,9 @@ class KernelSet:
     `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
     top_p, min_p and a uniform number.
 
+    `draw_next`: draws greedily from a recorded step's logits, and moves its inputs on to the tokens; see
+    `accel/fusion/draw_next.py`.
+
     `route`: `Routes` of router logits float32 [T, experts], a correction of scores [experts] or None, a
     `RoutingRule` and counts int64 [experts], to which the rows of each expert are added. `combine`: the
     weighted sum [T, n] of expert outputs [rows, n] by `Routes`, and of [T, n] that is added, or None.
@@ -227,6 +230,7 @@ class KernelSet:
     route: FusedKernel | None = None
     combine: FusedKernel | None = None
     grouped: FusedKernel | None = None
+    draw_next: FusedKernel | None = None
     delta_step: FusedKernel | None = None
     mamba_step: FusedKernel | None = None
     record: Capture | None = None

@@ -142,7 +142,8 @@ class PrefillPlan:
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """Spans that a kernel computes: the first `num_rows` rows of the flat batch. `spans` is int64 [n, 4]:
-    first row, tokens, start, first entry. `tables` is int32, the block ids of all spans.
+    first row, tokens, start, first entry. `tables` is int32, the block ids of all spans. The first
+    `decode_rows` rows are in decode.
     """
 
     kernel: FusedKernel
@@ -150,6 +151,7 @@ class KernelCall:
     tables: torch.Tensor
     window: int | None
     num_rows: int
+    decode_rows: int
 
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores | None = None
@@ -157,7 +159,7 @@ class KernelCall:
         """[T, heads, value_dim] over one layer's pools; rows of other spans are undefined."""
         own = query[: self.num_rows]
         answer: torch.Tensor = self.kernel.apply(
-            own, keys, values, self.spans, self.tables, self.window, scores
+            own, keys, values, self.spans, self.tables, self.window, scores, self.decode_rows
         )
         if len(own) == len(query):
             return answer
@@ -256,7 +258,8 @@ class AttentionPlanner:
             num_absorbed = max((span.rows.stop for span in (*decode, *chains, *prefill)), default=0)
         taken = [*decode, *chains, *prefill] if self._chunks else [*decode, *chains]
         if self.kernel is not None and taken:
-            call = _kernel_call(self.kernel, taken, window, self._device)
+            decode_rows = sum(span.num_tokens for span in (*decode, *chains))
+            call = _kernel_call(self.kernel, taken, window, self._device, decode_rows)
             decode, chains, prefill = (), (), () if self._chunks else prefill
         lengths = [min(span.end, window or span.end) for span in decode]
         groups = tuple(
@@ -356,7 +359,7 @@ class AttentionPlanner:
 
 
 def _kernel_call(
-    kernel: FusedKernel, spans: Sequence[Span], window: int | None, device: torch.device
+    kernel: FusedKernel, spans: Sequence[Span], window: int | None, device: torch.device, decode_rows: int
 ) -> KernelCall:
     tables, rows = array("i"), []
     for span in spans:
@@ -364,7 +367,8 @@ def _kernel_call(
         tables.extend(span.block_ids)
     ids = torch.frombuffer(tables, dtype=torch.int32)
     num_rows = spans[-1].first_row + spans[-1].num_tokens
-    return KernelCall(kernel, to_device(torch.tensor(rows), device), to_device(ids, device), window, num_rows)
+    starts = to_device(torch.tensor(rows), device)
+    return KernelCall(kernel, starts, to_device(ids, device), window, num_rows, decode_rows)
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from sagellm.core.errors import CapacityError, KernelError, PlanError
 from sagellm.core.features import PROMPT_LOGPROBS, REASONING_BUDGETS, SYNTHETIC_DRAWS
 from sagellm.core.plan import Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.engine import Progress
-from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
+from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import (
     CapabilityDescriptor,
@@ -252,8 +252,9 @@ class NativeBackend:
         return RecurrentStates(spec, self._max_num_seqs, self._device, self._compute_dtype)
 
     def _recorded(
-        self, model: DecoderModel, kv: PagedKV, most: int, before: torch.Tensor | None = None, ahead: int = 0
-    ) -> RecordedSteps | None:
+        self, model: DecoderModel, kv: PagedKV, most: int, before: torch.Tensor | None = None, ahead: int = 0,
+        draw_next: FusedKernel | None = None,
+    ) -> RecordedSteps | None:  # fmt: skip
         """Recorded decode steps of up to `most` rows.
 
         None where torch computes a part of their attention.
@@ -269,7 +270,9 @@ class NativeBackend:
         sizes = buckets(most) if at_start else range(1, MOST_CPU_ROWS + 1)
         with self._current_device():
             length = self._max_model_len
-            steps = RecordedSteps(model, kv, kernel, capture, sizes, length, before=before, ahead=ahead)
+            steps = RecordedSteps(
+                model, kv, kernel, capture, sizes, length, before=before, ahead=ahead, draw_next=draw_next
+            )
             if at_start:
                 steps.record_all()
         return steps

@@ -286,6 +286,9 @@ class HeadDrafter:
             sources, steps = [computed.rows[i] for i in left], self.steps
             follows = computed.may_run_next and len(left) == len(going) == len(computed.hidden)
             going = [going[i] for i in left]
+            if self._draws_greedily(going):
+                self._draw_rest(going, computed.hidden[sources], min_probability)
+                break
             if follows and steps is not None:
                 self._rows_given[: len(going)] = computed.hidden
                 computed = computed._replace(logits=steps.run_next([draft.token_ids[-1] for draft in going]))
@@ -296,6 +299,31 @@ class HeadDrafter:
         for draft in drafts:
             proposals[draft.index] = draft.proposal()
         return proposals
+
+    def _draws_greedily(self, drafts: Sequence[HeadDraft]) -> bool:
+        """Whether recorded steps draw all further tokens of these rows."""
+        steps = self.steps
+        return (
+            steps is not None
+            and steps.can_run_greedily
+            and steps.takes(len(drafts))
+            and all(draft.is_plain and draft.own.sampler.reasoning is None for draft in drafts)
+        )
+
+    def _draw_rest(self, drafts: Sequence[HeadDraft], hidden: HiddenRows, least: float) -> None:
+        """Draw what is left of each draft. `hidden`: the states behind the tokens before its last one."""
+        assert self.steps is not None
+        runs = [draft.next_run() for draft in drafts]
+        count = max(draft.num_left for draft in drafts)
+        count = min(count, self._max_length - max(run.start for run in runs))
+        self._rows_given[: len(drafts)] = hidden
+        spans = [Span(i, 1, run.start, run.table) for i, run in enumerate(runs)]
+        tokens = [run.token_ids[0] for run in runs]
+        found = self.steps.run_greedily(tokens, spans, [[run.table] for run in runs], count)
+        for token_ids, chances in zip(*found, strict=True):
+            for draft, token_id, chance in zip(drafts, token_ids, chances, strict=True):
+                if not draft.has_ended:
+                    draft.take(token_id, chance, least)
 
     def _begin(self, index: int, asked: Asked) -> HeadDraft | None:
         """None for a request whose last tokens the head has not seen."""

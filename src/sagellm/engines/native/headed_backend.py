@@ -37,6 +37,7 @@ class HeadedBackend(NativeBackend):
         assert isinstance(source.layout, ModelSpec)
         self._layout = source.layout
         self._head = DraftHead(source.layout, weights, self._compute_dtype, self._device, kernels)
+        self._draw_next = kernels.draw_next if source.layout.logit_softcap is None else None
 
     def _make_drafter(self) -> None:
         kv, group = self._kv.of_last_layer(), layer_kinds(self._layout.kv_windows, self._schema.groups)[-1][0]
@@ -45,7 +46,7 @@ class HeadedBackend(NativeBackend):
             self._compute_dtype, self._draw,
         )  # fmt: skip
         self.drafter.steps = self._recorded(
-            self._head, kv, len(self.drafter.given), self.drafter.given, MOST_TOKENS - 1
+            self._head, kv, len(self.drafter.given), self.drafter.given, MOST_TOKENS - 1, self._draw_next
         )
 
     def _num_draft_blocks(self, block_size: int) -> int:

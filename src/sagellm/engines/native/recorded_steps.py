@@ -29,7 +29,7 @@ from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.rows import BatchRows, Tables
 
 log = logging.getLogger("sagellm.kernels")
-MOST_CPU_ROWS = 16
+MOST_CPU_ROWS = 32
 """Positions of a step on a CPU: of more, launching takes next to nothing beside computing."""
 _FIRST_LENGTH = 1024
 _WARM_UPS = 2
@@ -78,9 +78,10 @@ class RecordedSteps:
     def __init__(
         self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, sizes: Sequence[int],
         max_length: int, *, by_slot: bool = False, before: torch.Tensor | None = None, ahead: int = 0,
+        draw_next: FusedKernel | None = None,
     ) -> None:  # fmt: skip
         """`before`: of a draft head, `StepInputs.hidden` of the largest step. `ahead`: how many positions
-        `run_next` may go on, at most.
+        `run_next` and `run_greedily` may go on, at most. `draw_next`: the kernel that the second needs.
         """
         self._before = before
         self._hidden: dict[int, torch.Tensor] = {}
@@ -90,6 +91,7 @@ class RecordedSteps:
         self._is_cpu = kv.keys[0].device.type == "cpu"
         self._inputs = DecodeInputs(kv, kernel, model.kinds, sizes[-1], max_length + ahead)
         self.can_run_next = not self._inputs.has_chunks
+        self._draws = None if draw_next is None else GreedyDraws(draw_next, max(1, ahead), sizes[-1])
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
         self._logits_of = [self._logits[:rows] for rows in range(sizes[-1] + 1)]
         self._replays: dict[int, Work | None] = {}
@@ -148,6 +150,29 @@ class RecordedSteps:
         self._inputs.advance(tokens)
         return self._replayed(self._size(len(tokens)), len(tokens))
 
+    @property
+    def can_run_greedily(self) -> bool:
+        return self._draws is not None and self.can_run_next and self._inputs.num_kinds == 1
+
+    def run_greedily(
+        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Tables], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Steps of one token a row, each on what the last has drawn greedily.
+
+        `tokens`: of the first. Returns what was drawn and its probabilities, both [count, rows].
+        """
+        assert self._draws is not None
+        size, draws = len(tokens), self._draws
+        self._ensure_length(min(self._max_length, max(span.end for span in spans) + count - 1))
+        self._inputs.fill(tokens, spans, tables, size, count - 1)
+        draws.begin(count)
+        for _ in range(count):
+            if size in draws.work:
+                draws.work[size]()
+            else:
+                self._record_draws(size, draws)
+        return draws.found(count, size)
+
     def _replayed(self, size: int, num_rows: int) -> torch.Tensor:
         replay = self._replays.get(size)
         if replay is None:
@@ -174,6 +199,8 @@ class RecordedSteps:
         if length > self._length:
             self._length = min(self._max_length, max(_FIRST_LENGTH, 2 * length))
             self._replays = {size: None for size, replay in self._replays.items() if replay is None}
+            if self._draws is not None:
+                self._draws.work.clear()
 
     def _size(self, rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, rows)]
@@ -186,10 +213,55 @@ class RecordedSteps:
             step = replace(step, hidden=self._before[:size])
         self._replays[size] = self._capture(partial(self._compute, step, size))
 
+    def _record_draws(self, size: int, draws: GreedyDraws) -> None:
+        """As `_record`, of a step that draws and moves on. Torch repeats what cannot be recorded."""
+        assert self._before is not None
+        self._model.extend_to(self._length - 1)
+        step = replace(self._inputs.step(size, self._length - 1), hidden=self._before[:size])
+        work = partial(self._compute_and_draw, step, draws)
+        draws.work[size] = self._capture(work) or work
+
+    @torch.inference_mode()
+    def _compute_and_draw(self, step: StepInputs, draws: GreedyDraws) -> None:
+        hidden, logits = self._model.hidden(step, self._kv), self._logits_of[len(step.tokens)]
+        self._model.product(hidden, logits)
+        draws.draw(logits, hidden, step, self._kv.block_size)
+
     @torch.inference_mode()
     def _compute(self, step: StepInputs, size: int) -> None:
         hidden = self._hidden[size] = self._model.hidden(step, self._kv)
         self._model.product(hidden, self._logits_of[size])
+
+
+class GreedyDraws:
+    """What steps that draw greedily have drawn, at fixed addresses. `work`: by size, such a step."""
+
+    def __init__(self, kernel: FusedKernel, most: int, max_rows: int) -> None:
+        self._kernel, self._most = kernel, most
+        self._drawn = torch.zeros(most * max_rows, dtype=torch.int64)
+        self._chances = torch.zeros(most * max_rows)
+        self._state = torch.zeros(2, dtype=torch.int64)
+        self.work: dict[int, Work] = {}
+
+    def begin(self, count: int) -> None:
+        self._state[:] = torch.tensor((0, count))
+
+    def draw(self, logits: torch.Tensor, hidden: torch.Tensor, step: StepInputs, block_size: int) -> None:
+        """Draw behind a step, whose inputs move on to what is drawn."""
+        rows = len(logits)
+        drawn, chances = (each[: self._most * rows].view(-1, rows) for each in (self._drawn, self._chances))
+        [plan] = step.attention.values()
+        [slots] = step.slots
+        assert plan.kernel is not None
+        self._kernel.apply(
+            logits, hidden, step.hidden, step.tokens, step.positions, plan.kernel.spans, slots,
+            plan.kernel.tables, drawn, chances, self._state, block_size,
+        )  # fmt: skip
+
+    def found(self, count: int, rows: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The tokens of the last `count` steps and their probabilities."""
+        drawn, chances = (each[: count * rows].view(count, rows) for each in (self._drawn, self._chances))
+        return drawn.tolist(), chances.tolist()
 
 
 _FIRST_SPAN, _SPAN = 2, 4
@@ -208,6 +280,7 @@ class DecodeInputs:
         self, kv: PagedKV, kernel: FusedKernel, kinds: Iterable[LayerKind], max_rows: int, max_length: int
     ) -> None:
         self._kernel, self._kinds = kernel, set(kinds)
+        self.num_kinds = len(self._kinds)
         self.has_chunks = any(isinstance(window, AttentionChunk) for _, window in self._kinds)
         self._max_rows, groups = max_rows, kv.num_groups
         chunks = {window: None for _, window in self._kinds if isinstance(window, AttentionChunk)}
@@ -244,7 +317,7 @@ class DecodeInputs:
         first = self._first_span[chunk] * self._max_rows
         spans = self._device[first : first + _SPAN * rows].view(rows, _SPAN)
         tables = self._device[self._first_entry :].view(torch.int32).view(len(self._tables), -1)
-        return KernelCall(self._kernel, spans, tables[group], window, rows)
+        return KernelCall(self._kernel, spans, tables[group], window, rows, rows)
 
     def fill(
         self,

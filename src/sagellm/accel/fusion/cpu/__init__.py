@@ -14,6 +14,7 @@ from sagellm.accel.fusion.cpu.experts import CpuCombineExperts, CpuRouteToExpert
 from sagellm.accel.fusion.cpu.glue import (
     CpuAddRmsNorm,
     CpuClampedSwiglu,
+    CpuDrawNext,
     CpuGeluAndMul,
     CpuRopeToCache,
     CpuSiluAndMul,
@@ -57,6 +58,7 @@ def cpu_kernels(threads: int) -> KernelSet:
             quantized=CpuQuantizedLinear(quantized, caller),
             route=CpuRouteToExperts(experts, caller),
             combine=CpuCombineExperts(experts, caller),
+            draw_next=CpuDrawNext(glue, caller),
             delta_step=CpuDeltaStep(delta, caller),
             mamba_step=CpuMambaStep(mamba, caller),
             record=partial(caller.record, kernel_function(linear, "sagellm_replay")),

@@ -9,8 +9,6 @@
 #include "scratch.h"
 #include "vector.h"
 
-constexpr float LOG2_E = 1.44269504f;
-
 // A pool [block, token, kv head, dim]; strides are in elements, the dims of a head are contiguous.
 struct Pool {
     const void *data;
@@ -23,6 +21,8 @@ struct Span {
     int64_t first_row, tokens, start, table;
 };
 
+// The first `decode_rows` rows are in decode: of their spans few tokens are computed as each alone. Prompts are computed
+// alike however they are cut, but where one token is left.
 // A row of a span attends to the keys of its sequence up to its own position, or, if `window` is not 0, to the last
 // `window` of them. Rows outside every span are not written. Strides are as in `Pool`. Keys have `head_dim` dims, values
 // and the output `value_dim`. Scores are limited to +-`softcap`, if that is not 0. `sinks`, if not null, has a logit per
@@ -34,7 +34,7 @@ struct Attention {
     const int32_t *tables;
     const Span *spans;
     int64_t num_rows, num_blocks, num_entries, num_spans;
-    int64_t heads, kv_heads, head_dim, value_dim, block_size, window;
+    int64_t heads, kv_heads, head_dim, value_dim, block_size, window, decode_rows;
     int64_t query_row_stride, query_head_stride, out_row_stride, out_head_stride;
     const float *sinks;
     float scale, softcap;

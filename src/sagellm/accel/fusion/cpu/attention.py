@@ -30,7 +30,7 @@ _Job = structure(
     fields(_Pool, "keys", "values"),
     pointers("tables", "spans"),
     int64s("num_rows", "num_blocks", "num_entries", "num_spans"),
-    int64s("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window"),
+    int64s("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window", "decode_rows"),
     fields(ctypes.c_int64 * 2, "query_strides", "output_strides"),
     pointers("sinks"),
     floats("scale", "softcap"),
@@ -49,7 +49,7 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
 
     def reference(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None, decode_rows: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """The slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
         output = query.new_full((*query.shape[:2], values.shape[3]), torch.nan)
@@ -69,7 +69,7 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None, decode_rows: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         num_rows, heads, head_dim = query.shape
         value_dim = values.shape[3]
@@ -82,8 +82,9 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
             query.data_ptr(), output.data_ptr(), (keys.data_ptr(), keys.stride()[:3]),
             (values.data_ptr(), values.stride()[:3]), tables.data_ptr(), spans.data_ptr(), num_rows,
             num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, value_dim, block_size,
-            window or 0, query.stride()[:2], output.stride()[:2], None if sinks is None else sinks.data_ptr(),
-            scale, softcap, DTYPE_CODES[query.dtype], DTYPE_CODES[keys.dtype],
+            window or 0, decode_rows, query.stride()[:2], output.stride()[:2],
+            None if sinks is None else sinks.data_ptr(), scale, softcap, DTYPE_CODES[query.dtype],
+            DTYPE_CODES[keys.dtype],
         )  # fmt: skip
         self._call(self.name, self._function, job, query, keys, values, spans, tables, output, sinks)
         return output

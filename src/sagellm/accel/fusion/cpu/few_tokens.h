@@ -19,7 +19,8 @@ inline int64_t split(const Attention &job) { return job.values.data == job.keys.
 
 // Whether a span is computed here: of more rows for each kv head it pays to lay keys out in cache (query_tiles.h).
 inline bool takes(const Attention &job, const Span &span) {
-    return span.tokens == 1 || span.tokens * job.group() <= MOST_HEAD_ROWS;
+    const bool is_decode = span.first_row + span.tokens <= job.decode_rows;
+    return span.tokens < 2 || (is_decode && span.tokens * job.group() <= MOST_HEAD_ROWS);
 }
 
 // Query rows of one kv head, all heads of a token side by side, padded to a size that the kernels have.

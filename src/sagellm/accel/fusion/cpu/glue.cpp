@@ -47,6 +47,22 @@ struct Rotate {
     int32_t type, pool_type, whole, norm_values;
 };
 
+// Each row's token is the one with the greatest of its logits; the rows go on to it, one position further. Position,
+// start of the span [rows, 4] and slot move on; the tables have the blocks. `hidden` becomes what the next step is given.
+// The state [2] is how many steps were drawn, and how many will be: after the last one the rows stay. Tokens and their
+// probabilities go to [steps, rows]; a probability is NaN where a logit is.
+struct DrawNext {
+    const float *logits;
+    const void *hidden;
+    void *given;
+    int64_t *tokens, *positions, *spans, *slots;
+    const int32_t *tables;
+    int64_t *drawn;
+    float *chances;
+    int64_t *state;
+    int64_t rows, vocab, logit_stride, hidden_bytes, block_size, entries, most;
+};
+
 enum Activation : int32_t { SILU, GELU, CLAMPED };
 
 // y = silu(gate) up, or gelu(gate) up, each of rows x columns. A row of the input is its gate, then its up. CLAMPED
@@ -204,9 +220,48 @@ void in_tasks(int64_t count, int64_t item_elements, int32_t threads, const Work 
     });
 }
 
+// The place of the greatest of `count` numbers, and its share of the sum of their powers of e.
+void greatest(const float *logits, int64_t count, int64_t &place, float &chance) {
+    place = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (logits[i] > logits[place]) place = i;
+    const Vector best = all(logits[place]), factor = all(LOG2_E);
+    Vector sums = zero();
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH)
+        sums = multiply_add(power_of_two(multiply(difference(load(logits + i), best), factor)), all(1.0f), sums);
+    float sum = total(sums);
+    for (; i < count; i++) sum += std::exp(logits[i] - logits[place]);
+    chance = 1.0f / sum;
+}
+
 }  // namespace
 
 extern "C" {
+
+// All slots are found before anything is changed.
+EXPORTED int32_t sagellm_draw_next(const DrawNext *job, int32_t) {
+    const int64_t step = job->state[0], rows = job->rows;
+    if (step < 0 || step >= job->most) return BAD_INDEX;
+    const bool goes_on = step + 1 < job->state[1];
+    for (int64_t row = 0; row < rows && goes_on; row++) {
+        const int64_t entry = job->spans[4 * row + 3] + (job->positions[row] + 1) / job->block_size;
+        if (entry < 0 || entry >= job->entries) return BAD_SPAN;
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t token;
+        greatest(job->logits + row * job->logit_stride, job->vocab, token, job->chances[step * rows + row]);
+        job->drawn[step * rows + row] = token;
+        if (!goes_on) continue;
+        const int64_t position = ++job->positions[row], entry = job->spans[4 * row + 3] + position / job->block_size;
+        job->tokens[row] = token;
+        job->spans[4 * row + 2] = position;
+        job->slots[row] = job->tables[entry] * job->block_size + position % job->block_size;
+    }
+    if (goes_on) std::memcpy(job->given, job->hidden, size_t(rows * job->hidden_bytes));
+    job->state[0]++;
+    return DONE;
+}
 
 EXPORTED int32_t sagellm_add_norm(const AddNorm *job, int32_t threads) {
     return by_type(job->type, [&](auto number) {

@@ -17,6 +17,7 @@ from sagellm.accel.fusion.checked_kernels import (
     SiluAndMul,
 )
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers, structure
+from sagellm.accel.fusion.draw_next import DrawNext
 
 _AddNorm = structure(
     "AddNorm",
@@ -37,6 +38,13 @@ _Rotate = structure(
     int64s("angle_stride", "num_blocks", "block_size"),
     floats("eps", "value_eps"),
     int32s("type", "pool_type", "whole", "norm_values"),
+)
+
+_DrawNext = structure(
+    "DrawNext",
+    pointers("logits", "hidden", "given", "tokens", "positions", "spans", "slots", "tables"),
+    pointers("drawn", "chances", "state"),
+    int64s("rows", "vocab", "logit_stride", "hidden_bytes", "block_size", "entries", "most"),
 )
 
 _Gated = structure(
@@ -153,3 +161,23 @@ class CpuClampedSwiglu(_CpuGated, ClampedSwiglu):
 
     def _compute(self, wide: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
         return self._gated(wide, limit, alpha)
+
+
+class CpuDrawNext(CpuKernel, DrawNext):
+    """`DrawNext` on a CPU, for recorded steps."""
+
+    c_name = "sagellm_draw_next"
+
+    def _compute(
+        self, logits: torch.Tensor, hidden: torch.Tensor, given: torch.Tensor, tokens: torch.Tensor,
+        positions: torch.Tensor, spans: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor,
+        drawn: torch.Tensor, chances: torch.Tensor, state: torch.Tensor, block_size: int,
+    ) -> None:  # fmt: skip
+        pointed = (
+            logits, hidden, given, tokens, positions, spans, slots, tables, drawn, chances, state
+        )  # fmt: skip
+        job = _DrawNext(
+            *(tensor.data_ptr() for tensor in pointed), *logits.shape, logits.stride(0),
+            hidden.shape[1] * hidden.element_size(), block_size, len(tables), len(drawn),
+        )  # fmt: skip
+        self._call(self.name, self._function, job, *pointed)

@@ -8,6 +8,8 @@
 
 #include "numbers.h"
 
+constexpr float LOG2_E = 1.44269504f;
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 

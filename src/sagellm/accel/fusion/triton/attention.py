@@ -58,7 +58,7 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None, decode_rows: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         num_rows, heads, dim = query.shape
         _, block_size, kv_heads, value_dim = values.shape
