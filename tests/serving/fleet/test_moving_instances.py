@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 import pytest
@@ -101,6 +103,13 @@ def running(cluster: StandInCluster, groups: dict[str, Any], **keys: Any) -> Ite
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Instances are threads here, and name the chips that they may see for the whole process."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

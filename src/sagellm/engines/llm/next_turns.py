@@ -58,7 +58,10 @@ class NextTurn:
 
     def begins(self, tokens: Tokens, tenant: str) -> bool:
         """Whether a prompt of this tenant begins so."""
-        return tenant == self.options.tenant and tokens.tobytes().startswith(self.tokens.tobytes())
+        length = len(self.tokens)
+        if tenant != self.options.tenant or len(tokens) < length or tokens[length - 1] != self.tokens[-1]:
+            return False
+        return tokens.slice(0, length) == self.tokens.slice(0)
 
 
 def turn_behind(
