@@ -7,7 +7,7 @@ answer, so that proposers meet real text and steps take their real time. Answers
 workloads on which nothing was chosen (`forced_answers.REPORT`), spread over all of it; a proposer has met the
 outputs before an answer as it would in a server. Each answer is decoded by all methods in turns, one after
 the other (batch 1) or `--at-once` at a time, and the time from its first token on counts. Prompts have their
-last `--prompt` tokens alone.
+last `--prompt` tokens alone, answers their first 1,024.
 
 Printed for each workload: tokens per second without, and how many times as fast each method is, in all and
 for the slowest answer or group. On a machine with other work `--cpu-time` counts CPU seconds, of one thread.
@@ -39,6 +39,8 @@ from sagellm.engines.native.sampler import RowSampler, SampledTokens, sample
 
 METHODS = ("none", "prompt_lookup", "suffix", TREES)
 VOCABULARY = 32_000
+MOST_TOKENS = 1024
+"""Longer answers are cut."""
 Sample = Callable[..., SampledTokens]
 
 
@@ -78,7 +80,7 @@ def decode(
 ) -> float:
     """Seconds from the last first token to the end of all answers."""
     for number, answer in group:
-        output = small(answer.output)
+        output = small(answer.output)[:MOST_TOKENS]
         forced.answers[number] = output
         params = SamplingParams(temperature=0.0, max_tokens=len(output), seed=number, ignore_eos=True)
         engine.add(Request(f"r{number}", Tokens(small(answer.prompt, most)), params))
@@ -91,7 +93,7 @@ def decode(
                 began_s = clock.now()
     spent_s = clock.now() - began_s
     for number, answer in group:
-        assert drawn[f"r{number}"] == small(answer.output)
+        assert drawn[f"r{number}"] == small(answer.output)[:MOST_TOKENS]
     return spent_s
 
 
@@ -115,7 +117,7 @@ def measured(
                     tokens = Tokens([*prompt, *small(answers[number].output)])
                     engine.speculation._proposer.forget(Request(f"past {number}", prompt), tokens)
         done = group[-1] + 1
-        num_tokens += sum(len(answers[number].output) - 1 for number in group)
+        num_tokens += sum(min(len(answers[number].output), MOST_TOKENS) - 1 for number in group)
         names = list(engines)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             own = [(number, answers[number]) for number in group]
