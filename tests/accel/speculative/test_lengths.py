@@ -227,3 +227,15 @@ def test_a_better_chance_ends_a_pause() -> None:
         lengths.proposing_took(8, 0.08)
     assert lengths.choose([("b", (0.3,) * 8)], 1, 0) == [0]
     assert not lengths.may_propose("b"), "it takes as long as a step"
+
+
+def test_a_quick_proposer_is_asked_for_all_and_a_slow_one_for_what_pays() -> None:
+    """Of a low chance in general a proposer may still be sure of one long proposal."""
+    lengths = learned(linear, range(2, 10))
+    for _ in range(30):
+        lengths.verified("a", 1, 0)
+    assert lengths.worth_proposing(["a"], 1, 8) == 8
+    for _ in range(2):
+        lengths.proposing_took(1, 0.0101)
+        lengths.proposing_took(8, 0.08)
+    assert lengths.worth_proposing(["a"], 1, 8) == 1

@@ -33,7 +33,7 @@ TRIED_TOKENS = 1
 TRIAL_SHARE = 0.01
 """Of the time of all steps, what trials may lose."""
 QUICK = 0.01
-"""A proposer that takes less than so much of a step is asked in pauses too, if it estimates."""
+"""A proposer that takes less than so much of a step is quick."""
 ESTIMATE_CLASSES = 1.0
 """Of a proposer's estimates, for each factor of 2 of their odds."""
 LEAST_CHANCE, MOST_CHANCE = 0.001, 0.999
@@ -202,7 +202,12 @@ class ChainLengths:
         if pause is None or not pause.left:
             return True
         pause.left -= 1
-        return self._has_estimates and self.proposing.seconds(1) < QUICK * self.times.seconds(1)
+        return self._has_estimates and self._is_quick
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether the proposer takes next to nothing beside a step."""
+        return self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
         """The proposer has taken so long for proposals of up to so many tokens."""
@@ -211,8 +216,11 @@ class ChainLengths:
     def worth_proposing(self, request_ids: Sequence[str], num_rows: int, most: int) -> int:
         """How many tokens to ask for, 1 to `most`, to make most per second.
 
-        What a draft takes grows with them, since it draws one after the other, for all requests at once.
+        What a draft takes grows with them, since it draws one after the other, for all requests at once. Of
+        a quick proposer all are wanted: `choose` sees what it says of each.
         """
+        if self._is_quick:
+            return most
         rate, num_asked = max(map(self.acceptance.chance, request_ids)), len(request_ids)
         best, best_speed, chance, expected = 1, 0.0, 1.0, float(num_rows)
         for number in range(1, most + 1):
