@@ -151,6 +151,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.running)
 
+    def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
+        return not self.running
+
     def idle_s(self) -> None:
         """It has nothing to do but what it is asked to."""
 

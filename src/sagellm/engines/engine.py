@@ -207,6 +207,9 @@ class Engine:
         has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
         return has_requests or moves or not self.kv.hints.wake_s
 
+    def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
+        return not self.has_work()
+
     def idle_s(self) -> float | None:
         """Until KV that a client expects has to be loaded, or ranks looked at."""
         wake_s = self.kv.hints.wake_s

@@ -168,8 +168,9 @@ class Gateway:
         self._draining = False
         self._hurried = False
         self.next_turns: NextTurns | None = None
-        if settings.prefill_next_turn and llm.tokenizer.reasoning_token_ids and not self._is_fleet:
-            self.next_turns = NextTurns(llm, self._clock)
+        if settings.prefill_next_turn and llm.tokenizer.reasoning_token_ids:
+            defer = self._workers.submit if self._is_fleet else lambda do: do()
+            self.next_turns = NextTurns(llm, self._clock, defer)
         self.recent = RecentCompletions(settings.remembered_tokens)
         self._loop = EngineLoop(llm, self._deliver, self.next_turns)
         self._asyncio: asyncio.AbstractEventLoop | None = None

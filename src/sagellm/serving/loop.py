@@ -170,17 +170,16 @@ class EngineLoop:
 
     def _step(self) -> Sequence[TextDelta]:
         """The deltas of a step; none without work."""
-        if self._next_turns is not None:
-            self._next_turns.begin_chunk()
         deltas = self._llm.step() if self._llm.has_work() else []
         return deltas if self._next_turns is None else self._next_turns.take(deltas)
 
     def _take_commands(self) -> list[Command]:
         """All queued commands; sleeps for the first while the engine has no work."""
         commands: list[Command] = []
+        if self._next_turns is not None and self._commands.empty():
+            self._next_turns.begin_chunk()
         try:
-            has_turns = self._next_turns is not None and self._next_turns.has_work
-            if not has_turns and not self._llm.has_work():
+            if not self._llm.has_work():
                 commands.append(self._commands.get(timeout=self._llm.idle_s()))
             while True:
                 commands.append(self._commands.get_nowait())

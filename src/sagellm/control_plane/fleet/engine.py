@@ -74,6 +74,7 @@ from sagellm.core.types import (
     Namespace,
     Request,
     RequestOutput,
+    Tokens,
 )
 
 log = logging.getLogger("sagellm.fleet")
@@ -177,6 +178,20 @@ class FleetEngine(KnownInstances):
     def has_work(self) -> bool:
         is_asked = self._questions.is_open or not self._tasks.empty()
         return bool(len(self.requests) or self._outputs or is_asked) or self._clock.now() >= self._next_tick_s
+
+    def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
+        """Whether the instance that has most of a prompt has no request.
+
+        Never with quotas: what no client has asked for is not to use them up.
+        """
+        idle = [member for name, member in self.members.items() if self._has_no_request(name, member)]
+        if not idle or self.tenants():
+            return False
+        return self._with_most_cached(tokens, namespace)[0] in idle
+
+    def _has_no_request(self, instance_id: str, member: Member) -> bool:
+        is_free = member.load is not None and not member.load.num_requests
+        return is_free and self._takes_requests(member) and not self.requests.num_on(instance_id)
 
     def idle_s(self) -> float | None:
         return max(0.0, self._next_tick_s - self._clock.now())

@@ -219,6 +219,9 @@ class EngineCore(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has something to do. Raises `EngineFailedError` if the engine can take no step."""
 
+    def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
+        """Whether a prompt could be computed now without holding up a request."""
+
     def idle_s(self) -> float | None:
         """Seconds until an engine without work should be asked again; None: never."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from sagellm.core.blocks import num_common
 from sagellm.core.clock import Clock
 from sagellm.core.errors import RequestError
 from sagellm.core.protocols.tokenizer import Message
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.types import Namespace, SamplingParams, Tokens
 from sagellm.engines.llm.completion import Completion, TextDelta
 from sagellm.engines.llm.llm import LLM
 from sagellm.engines.llm.options import RequestOptions
@@ -109,16 +109,18 @@ class NextTurns:
 
     A chunk is a request for a leading part of the turn's tokens, so that each one that has ended is cached.
     For the controller of accelerations, tokens that are computed so are spent, and those of them that a
-    prompt reuses are saved.
+    prompt reuses are saved. `defer` calls what may wait for the instances of a fleet.
     """
 
-    def __init__(self, llm: LLM, clock: Clock) -> None:
-        self._llm, self._clock = llm, clock
+    def __init__(
+        self, llm: LLM, clock: Clock, defer: Callable[[Callable[[], object]], object] = lambda do: do()
+    ) -> None:
+        self._llm, self._clock, self._defer = llm, clock, defer
         self._turns: deque[NextTurn] = deque(maxlen=MAX_TURNS)
         self._hits: dict[str, NextTurn] = {}  # by the id of a request that begins with the turn
         self._running: tuple[str, NextTurn, int, float] | None = None  # id, turn, where it stops, begin
         self._chunk_tokens = MIN_CHUNK_TOKENS
-        self._ids = itertools.count()
+        self._ids, self._num_looked_at = itertools.count(), 0
         llm.accelerations.add(NEXT_TURN, is_exact=True)
 
     def add(self, turn: NextTurn) -> None:
@@ -131,9 +133,16 @@ class NextTurns:
         return any(not turn.is_done for turn in self._turns)
 
     def begin_chunk(self) -> None:
-        """Have the engine compute the next chunk, unless it has work."""
-        turn = next((turn for turn in self._turns if not turn.is_done), None)
-        if turn is None or self._llm.has_work():
+        """Have the engine compute a chunk of the next turn, if it is idle.
+
+        In a fleet another turn's instance may be: each call looks at one, in turns.
+        """
+        turns = [turn for turn in self._turns if not turn.is_done]
+        if not turns or self._running is not None:
+            return
+        turn = turns[self._num_looked_at % len(turns)]
+        if not self._llm.engine.is_idle(turn.tokens, Namespace(tenant=turn.options.tenant)):
+            self._num_looked_at += 1
             return
         stop = min(len(turn.tokens), turn.num_done + self._chunk_tokens)
         request_id = f"next-turn-{next(self._ids)}"
@@ -199,4 +208,4 @@ class NextTurns:
     def _supersede(self, turn: NextTurn) -> None:
         """Have the KV that no next turn can begin with evicted first."""
         action = {"action_type": "session.supersede", "payload": {"token_ids": turn.answered.tolist()}}
-        self._llm.hint({"actions": [action]}, tenant=turn.options.tenant)
+        self._defer(lambda: self._llm.hint({"actions": [action]}, tenant=turn.options.tenant))
