@@ -12,7 +12,7 @@ import pytest
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import RequestStatus
-from sagellm.engines.kv_waits import KVWaits
+from sagellm.engines.kv_waits import MOST_LOADED_BLOCKS, KVWaits
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
@@ -32,6 +32,7 @@ class Tiers:
         self.whole: set[str] = set()
         self.is_deep = False
         self.loads: Any = self
+        self.arrivals, self.num_blocks = self, 0
 
     def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
         if state.request_id in self.whole:
@@ -94,6 +95,24 @@ def test_memory_that_was_given_back_goes_to_no_other_load() -> None:
     assert tiers.loading == []
     waits.advance(start=True)
     assert tiers.loading == ["b"]
+
+
+def test_large_loads_begin_in_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, tiers, states = waiting()
+    begun: list[str] = []
+
+    def bring_up(state: RequestState, **options: object) -> TierLookup:
+        begun.append(state.request_id)
+        tiers.num_blocks += MOST_LOADED_BLOCKS // 2 + (state.request_id == "large") * MOST_LOADED_BLOCKS
+        return TierLookup.HIT_PENDING
+
+    monkeypatch.setattr(tiers, "bring_up", bring_up)
+    for name in ("a", "b", "large", "c"):
+        waits.add(RequestState.of(request(name, list(range(20)), 4)))
+    for num_begun in (2, 3, 4, 4):
+        assert waits.is_settled == (num_begun == len(begun) == 4)
+        waits.advance(start=True)
+        assert len(begun) == num_begun
 
 
 def test_a_cancelled_load_leaves_no_request_behind() -> None:
@@ -225,6 +244,40 @@ def test_kv_comes_while_a_request_waits_for_a_row(gated: Gated) -> None:
     outputs = run_all(engine)
     assert outputs["queued"] == gated.expected(OLD, 4)
     assert gated.hierarchy.states()[0].loaded == 4
+
+
+def test_loads_that_end_together_are_taken_in_one_by_one_while_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=16), eviction="lru", host_blocks=60)
+    prompts = {"a": OLD, "b": YOUNG}
+    serve(engine, request("old", OLD, 1), request("young", YOUNG, 1), request("filler", range(36, 97), 1))
+    assert not any(resident(engine, tokens) for tokens in prompts.values())
+    hierarchy: Any = engine.kv.tiers
+    hierarchy.most_polled_blocks = 1
+
+    def wait_for_both(timeout_s: float) -> bool:
+        until_s = time.monotonic() + 20
+        while len(hierarchy._migrator._done) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hierarchy, "poll", list)
+        patch.setattr(hierarchy, "wait", wait_for_both)
+        for name, tokens in prompts.items():
+            engine.add(request(name, tokens, 4))
+        engine.step()
+    [output] = engine.step()
+    states = engine._request_table.states
+    assert [states[name].status is RequestStatus.WAITING_FOR_KV for name in prompts] == [False, True]
+    check_books(engine)
+    expected = {name: expected_tokens(engine.backend, tokens, 4) for name, tokens in prompts.items()}
+    tokens = run_all(engine)
+    assert tokens | {"a": [*output.new_token_ids, *tokens["a"]]} == expected
+    assert not engine.has_work()
+    engine.close()
 
 
 @pytest.mark.parametrize("gated", [1, 8], indirect=True)

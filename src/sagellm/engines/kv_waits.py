@@ -16,6 +16,8 @@ MAX_LOADS = 6
 what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
+MOST_LOADED_BLOCKS = 2048
+"""Blocks whose loads begin in one step, for the same reason; a larger load begins alone."""
 
 
 class KVWaits:
@@ -88,7 +90,11 @@ class KVWaits:
         late, self._to_split = self._to_split, []
         for state in late:
             self._ask(state, start=start, splits=False)
+        arrivals = self._tiers.arrivals
+        most_blocks = arrivals.num_blocks + MOST_LOADED_BLOCKS
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
+            if arrivals.num_blocks >= most_blocks:
+                break
             self._ask(self._to_ask.popleft(), start=start)
 
     def hold_back(self, binding: Binding, *, start: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -155,10 +156,13 @@ class Moves(RuleBasedStateMachine):
         assert self.mover.wait(seconds) == (due_s <= before_s + seconds)
         assert self.clock.now() == max(before_s, min(due_s, before_s + seconds))
 
-    @rule()
-    def poll(self) -> None:
+    @rule(most_blocks=st.sampled_from([1, 20, math.inf]))
+    def poll(self, most_blocks: float) -> None:
         has_due = self.mover.next_report_s <= self.clock.now()
-        reports = self.mover.poll()
+        reports = self.mover.poll(most_blocks)
+        assert len(reports) <= 1 or sum(len(each.plan.positions) for each in reports) <= most_blocks
+        while self.mover.next_report_s <= self.clock.now():
+            reports += self.mover.poll(most_blocks)
         assert bool(reports) == has_due
         for report in reports:
             del self.began[report.move_id]

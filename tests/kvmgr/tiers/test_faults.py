@@ -38,7 +38,9 @@ class AllTiers(RuleBasedStateMachine):
     def _user(self) -> User:
         self.host = FaultyStorage(20, self.rng.randrange(1 << 30))
         tiers = [(Tier.DRAM, self.host), (Tier.NVME, self.disk)]
-        return User(12, tiers, self.policy, self.server)
+        user = User(12, tiers, self.policy, self.server)
+        user.hierarchy.most_polled_blocks = self.rng.choice([1, 5, 2048])
+        return user
 
     @rule(sessions=st.lists(SESSIONS, min_size=1, max_size=8), grow=st.booleans(), end=st.booleans())
     def serve(self, sessions: list[int], grow: bool, end: bool) -> None:

@@ -553,6 +553,33 @@ def test_a_disk_that_does_not_answer_is_given_up(
     user.hierarchy.close()
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_poll_takes_in_a_bounded_number_of_blocks(closes: bool) -> None:
+    """The others follow in the next ones; the hierarchy is not idle until then, and `wait` returns at once."""
+    user = User(12, [(Tier.DRAM, FaultyStorage(64))])
+    paths = [prompt(name, 2) for name in (1, 2, 3)]
+    for tokens in (*paths, prompt(4, 10)):
+        user.serve(tokens, "first")
+        user.settle()
+    user.hierarchy.most_polled_blocks = 3
+    for name, tokens in zip("abc", paths, strict=True):
+        assert user.ask(tokens, name, SPACE) is TierLookup.HIT_PENDING
+    user.hierarchy.wait(20)
+    while len(user.migrator._done) < 3:
+        time.sleep(0.001)
+    if closes:
+        user.hierarchy.close()
+    else:
+        for name in "abc":
+            assert not user.hierarchy.is_idle
+            assert user.hierarchy.wait(0.0)
+            assert user.poll() == [name]
+            user.check()
+    assert user.hierarchy.is_idle
+    assert [user.index.lookup(tokens).num_blocks for tokens in paths] == [2, 2, 2]
+    user.check()
+
+
 def test_a_load_that_has_ended_is_not_given_up_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report is polled together with the finding that the next one hangs, as after a long step."""
     monkeypatch.setattr(hierarchy, "MAX_CALL_S", 0.2)
@@ -563,6 +590,7 @@ def test_a_load_that_has_ended_is_not_given_up_with_the_next(monkeypatch: pytest
         user.settle()
     assert user.hierarchy.request("ended", prompt(1, 2), SPACE, 4) is TierLookup.HIT_PENDING
     assert user.migrator.wait(20)
+    user.hierarchy.most_polled_blocks = 1  # what has ended is taken in first, however much it is
     disk.gate.clear()
     disk.called.clear()
     assert user.hierarchy.request("hangs", prompt(2, 2), SPACE, 4) is TierLookup.HIT_PENDING

@@ -160,6 +160,25 @@ def test_no_move_waits_for_one_from_another_source() -> None:
     moves.migrator.close()
 
 
+def test_a_poll_takes_as_many_reports_as_are_asked_for_and_loses_none() -> None:
+    """A move that is larger than that is reported alone. While reports are kept, `wait` returns at once."""
+    moves = Moves()
+    move_ids = [moves.down(Tier.DRAM) for _ in range(5)]
+    moves.migrator.close()
+    found = []
+    for most_blocks, num_reports in ((1, 1), (2 * NUM_BLOCKS + 1, 2), (NUM_BLOCKS, 1)):
+        reports = moves.migrator.poll(most_blocks)
+        assert len(reports) == num_reports
+        found += [report.move_id for report in reports]
+        assert moves.migrator.wait(0.0)
+        assert not moves.migrator.is_idle
+        assert moves.migrator.num_pending_bytes == (5 - len(found)) * NUM_BLOCKS * BLOCK_BYTES
+    found += [report.move_id for report in moves.migrator.poll()]
+    assert found == move_ids
+    assert moves.migrator.is_idle
+    assert not moves.migrator.wait(0.0)
+
+
 def test_what_is_under_way_when_it_is_closed_is_reported() -> None:
     moves = Moves()
     moves.disk.gate.clear()

@@ -7,10 +7,11 @@ the threads of `KVMigrator`, and `SimulatedStorage` remembers only which block i
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import ManualClock
@@ -147,11 +148,13 @@ class SimulatedMigrator:
     def replace_thread(self, source: Tier) -> None:
         raise BookkeepingError(f"{source}: no thread is stuck, it is simulated")
 
-    def poll(self) -> list[MigrationReport]:
+    def poll(self, most_blocks: float = math.inf) -> list[MigrationReport]:
         self._finish_due()
-        done = sorted(self._done, key=lambda move: (move.ends_s, move.report.move_id))
-        self._done.clear()
-        return [self._report(move) for move in done]
+        self._done.sort(key=lambda move: (move.ends_s, move.report.move_id))
+        num_blocks = list(accumulate(len(move.report.plan.positions) for move in self._done))
+        num_taken = max(1, bisect_right(num_blocks, most_blocks))
+        taken, self._done = self._done[:num_taken], self._done[num_taken:]
+        return [self._report(move) for move in taken]
 
     def wait(self, timeout_s: float) -> bool:
         """Let time pass until the next move ends; False after `timeout_s`."""

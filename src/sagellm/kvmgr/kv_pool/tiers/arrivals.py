@@ -89,10 +89,7 @@ class PrefixArrivals:
         ids = index.block_ids(found.prefix)
         if num_blocks and len(ids) == arrival.first:  # else the blocks would enter at other positions
             ids += arrival.block_ids[:num_blocks]
-            path = arrival.tokens.slice(0, len(ids) * index.block_size)
-            whole = index.insert(
-                Tokens.frombytes(bytes(path)), ids, arrival.namespace, account=blocks.account, pin=True
-            )
+            whole = index.insert(arrival.tokens, ids, arrival.namespace, account=blocks.account, pin=True)
             num_known = max(0, whole.num_existing - arrival.first)
             self._pool.hand_over(blocks, num_known, num_blocks, self._owner)
             index.unpin(whole.hit, use)

@@ -22,7 +22,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, Tail, TierLookup, TierState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
@@ -34,6 +34,8 @@ from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
 log = logging.getLogger("sagellm.tiers")
 MAX_CALL_S = 10.0
 """A tier whose storage does not return for so long is not used any more."""
+MOST_POLLED_BLOCKS = 2048
+"""Blocks of 32K tokens. To take them in costs the engine's thread 0.3 ms."""
 MAX_HELD_SHARE = 0.5
 """Share of a tier that preempted requests may hold together."""
 
@@ -67,6 +69,8 @@ class HierarchyManager:
     `tiers` from the nearest to the furthest. `index` and `arrivals` are the device's. `costs` says how long
     computing blocks again takes; they are loaded if that is faster. A `RemoteTier` is asked for each request
     before anything is loaded from it. `speeds`: how fast loads from each tier are taken to be.
+    `most_polled_blocks`: of the moves that one `poll` takes in; a larger move is taken in alone. The others
+    wait for the next `poll`.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class HierarchyManager:
         self._tails: dict[str, Tail] = {}
         self._unstarted: list[tuple[MigrationPlan, _Load]] = []
         self._came: list[str] = []
+        self.most_polled_blocks: float = MOST_POLLED_BLOCKS
         self._remote = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
 
     # -- down
@@ -390,8 +395,10 @@ class HierarchyManager:
 
     def poll(self) -> list[str]:
         arrived, self._came = self._came, []
-        reports, written = self._migrator.poll(), list[BlocksByTier]()
-        for source, name in self._migrator.stuck(MAX_CALL_S).items():
+        stuck, is_late = self._migrator.stuck(MAX_CALL_S), self._has_late_load()
+        most_blocks = math.inf if stuck or is_late else self.most_polled_blocks  # what has ended is not late
+        reports, written = self._migrator.poll(most_blocks), list[BlocksByTier]()
+        for source, name in stuck.items():
             if name is not Tier.REMOTE:  # that has time limits of its own
                 reports += self._give_up(source, name, {report.move_id for report in reports})
         if self._remote is not None:
@@ -411,6 +418,12 @@ class HierarchyManager:
         if reports:
             self._saves.offer_again(written)
         return arrived
+
+    def _has_late_load(self) -> bool:
+        if self._remote is None:
+            return False
+        now_s = self._remote.now()
+        return any(load.until_s <= now_s for load in self._loads.values())
 
     def _give_up(self, source: Tier, name: Tier, ended: set[int]) -> list[MigrationReport]:
         """Do without a tier whose storage does not return.
@@ -501,7 +514,8 @@ class HierarchyManager:
         if self._remote is not None:
             self._remote.close()
         self._migrator.close()
-        self.poll()
+        while not self._migrator.is_idle:
+            self.poll()
         for request_id in list(self._tails):
             self._drop_tail(request_id)
         for tier in self.tiers:
@@ -521,7 +535,7 @@ class HierarchyManager:
             raise BookkeepingError(f"tails of {[*self._tails]} have come, and are on their way")
 
     def _path(self, tokens: Tokens, num_blocks: int) -> bytes:
-        return bytes(tokens.slice(0, num_blocks * self._index.block_size))
+        return tokens.tobytes()[: num_blocks * self._index.block_size * TOKEN_BYTES]
 
 
 def _extent(first: int, stop: int) -> SimpleExtent:

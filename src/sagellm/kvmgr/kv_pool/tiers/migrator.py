@@ -120,8 +120,12 @@ class Migrator(Protocol):
     def replace_thread(self, source: Tier) -> None:
         """Later moves from a source do not wait for its thread, which is stuck."""
 
-    def poll(self) -> list[MigrationReport]:
-        """The reports since the last call; each ends its move. Never waits."""
+    def poll(self, most_blocks: float = math.inf) -> list[MigrationReport]:
+        """The reports since the last call; each ends its move. Never waits.
+
+        Those that would be of more than `most_blocks` blocks together are kept for the next call, but for
+        the first one.
+        """
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to poll; False after `timeout_s`."""
@@ -223,10 +227,14 @@ class KVMigrator:
         self._threads[source] = self._thread(source)
         self._calls.pop(source, None)
 
-    def poll(self) -> list[MigrationReport]:
+    def poll(self, most_blocks: float = math.inf) -> list[MigrationReport]:
         self._has_done.clear()
-        reports = []
+        reports, num_blocks = list[MigrationReport](), 0
         while self._done:
+            num_blocks += len(self._done[0].plan.positions)
+            if reports and num_blocks > most_blocks:
+                self._has_done.set()
+                break
             report = self._done.popleft()
             if report.move_id in self._abandoned:
                 self._abandoned.remove(report.move_id)

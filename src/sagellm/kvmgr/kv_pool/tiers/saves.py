@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.types import Account, BlockIds
+from sagellm.core.types import TOKEN_BYTES, Account, BlockIds
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier, TierStore
 
@@ -168,7 +168,7 @@ class TierSaves:
             MoveTarget(name, _offsets(store.positions, positions), store.slots)
             for name, store in stores.items()
         )
-        path = bytes(hit.tokens.slice(0, (positions[-1] + 1) * self._index.block_size))
+        path = hit.tokens.tobytes()[: (positions[-1] + 1) * self._index.block_size * TOKEN_BYTES]
         plan = MigrationPlan(
             path, hit.namespace, positions, Tier.HBM, _at(ids, positions), targets, ends, self.is_awaited
         )
