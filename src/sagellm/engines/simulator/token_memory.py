@@ -7,10 +7,10 @@ matched for the wrong prefix changes the answer, or is found as a missing positi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from struct import Struct
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError
@@ -32,7 +32,30 @@ _Slot = tuple[int, int, int] | None
 """Token, position and KV group; of a kept state a hash of its tokens, their number, and a negative part."""
 
 
-_ENTRY, _EMPTY = Struct("<3q"), (-1, -1, -1)
+_PER_SLOT, _EMPTY = 3, (-1, -1, -1)
+
+
+class SlotMemory:
+    """What the slots of a `TokenMemoryBackend` hold: three int64 each, in one array; -1 for nothing.
+
+    A list of tuples would do, but reading a sequence would take a fifth longer after some hundreds of loads:
+    the more blocks come and go, the less their objects lie in the order of the slots.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.numbers = array("q", _EMPTY) * num_slots
+
+    def __getitem__(self, slot: int) -> _Slot:
+        token, position, group = self.numbers[_PER_SLOT * slot : _PER_SLOT * (slot + 1)]
+        return None if position < 0 else (token, position, group)
+
+    def __setitem__(self, slot: int, entry: _Slot) -> None:
+        first = _PER_SLOT * slot
+        self.numbers[first : first + _PER_SLOT] = array("q", entry or _EMPTY)
+
+    def place(self, first: int, num_slots: int) -> slice:
+        """Where the numbers of some slots stand."""
+        return slice(_PER_SLOT * first, _PER_SLOT * (first + num_slots))
 
 
 @dataclass(slots=True)
@@ -49,9 +72,9 @@ class TokenBytes:
 
     numa_node: int | None = None
 
-    def __init__(self, memory: list[_Slot], block_size: int) -> None:
+    def __init__(self, memory: SlotMemory, block_size: int) -> None:
         self._memory, self._size = memory, block_size
-        self.bytes_per_block = block_size * _ENTRY.size
+        self.bytes_per_block = block_size * _PER_SLOT * memory.numbers.itemsize
 
     def lock_pages(self, buffer: memoryview) -> None:
         pass
@@ -60,13 +83,15 @@ class TokenBytes:
         """A step is computed when `execute` returns."""
 
     def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
-        slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]
-        target[:] = b"".join([_ENTRY.pack(*(self._memory[slot] or _EMPTY)) for slot in slots])
+        target[:] = b"".join([self._memory.numbers[self._place(block)] for block in block_ids])
 
     def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
-        slots = [block * self._size + offset for block in block_ids for offset in range(self._size)]
-        for slot, entry in zip(slots, _ENTRY.iter_unpack(data), strict=True):
-            self._memory[slot] = None if entry == _EMPTY else entry
+        numbers = array("q", bytes(data))
+        for index, block in enumerate(block_ids):
+            self._memory.numbers[self._place(block)] = numbers[self._place(index)]
+
+    def _place(self, block: int) -> slice:
+        return self._memory.place(block * self._size, self._size)
 
 
 class TokenMemoryBackend:
@@ -101,7 +126,7 @@ class TokenMemoryBackend:
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
             features=frozenset({REASONING_BUDGETS}), sliding_window=sliding_window,
         )  # fmt: skip
-        self._memory: list[_Slot] = [None] * (num_blocks * block_size)
+        self._memory = SlotMemory(num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
     def capability(self) -> CapabilityDescriptor:
@@ -211,8 +236,8 @@ class TokenMemoryBackend:
 
     def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
-        first, target = copy.source * size, copy.target * size
-        self._memory[target : target + size] = self._memory[first : first + size]
+        source, target = (self._memory.place(block * size, size) for block in (copy.source, copy.target))
+        self._memory.numbers[target] = self._memory.numbers[source]
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]
@@ -252,14 +277,18 @@ class TokenMemoryBackend:
 
     def _read(self, row_id: int, position: int, group: int) -> int:
         row = self._rows[row_id]
-        entry = self._memory[self._slot(row, position, group)]
-        if entry is None or entry[1:] != (position, group):
+        slot = self._slot(row, position, group)
+        numbers, first = self._memory.numbers, _PER_SLOT * slot
+        token = numbers[first]
+        if numbers[first + 1] != position or numbers[first + 2] != group:
             raise BookkeepingError(
-                f"row {row_id}: the KV of position {position} is not in its block: {entry}"
+                f"row {row_id}: the KV of position {position} is not in its block: {self._memory[slot]}"
             )
-        if group and entry[0] != row.tokens[position]:
-            raise BookkeepingError(f"row {row_id}: group {group} has another token at {position}: {entry}")
-        return entry[0]
+        if group and token != row.tokens[position]:
+            raise BookkeepingError(
+                f"row {row_id}: group {group} has another token at {position}: {self._memory[slot]}"
+            )
+        return token
 
     def _draw_chain(self, row_id: int, chain: Chain) -> list[int]:
         """The tokens drawn for a row, up to the first that is not proposed."""
