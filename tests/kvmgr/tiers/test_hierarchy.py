@@ -555,7 +555,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_poll_takes_in_a_bounded_number_of_blocks(closes: bool) -> None:
-    """The others follow in the next ones; the hierarchy is not idle until then, and `wait` returns at once."""
+    """The others follow in the next ones. Until then it is not idle, and `wait` returns at once."""
     user = User(12, [(Tier.DRAM, FaultyStorage(64))])
     paths = [prompt(name, 2) for name in (1, 2, 3)]
     for tokens in (*paths, prompt(4, 10)):
