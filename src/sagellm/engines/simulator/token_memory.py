@@ -36,7 +36,7 @@ _PER_SLOT, _EMPTY = 3, (-1, -1, -1)
 
 
 class SlotMemory:
-    """What the slots of a `TokenMemoryBackend` hold: three int64 each, in one array; -1 for nothing.
+    """Three int64 for each slot of a `TokenMemoryBackend`, in one array; -1 for nothing.
 
     A list of tuples would do, but reading a sequence would take a fifth longer after some hundreds of loads:
     the more blocks come and go, the less their objects lie in the order of the slots.
