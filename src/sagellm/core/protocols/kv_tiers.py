@@ -459,7 +459,9 @@ class KVTiers(Protocol):
     def poll(self) -> Sequence[str]:
         """Take in what has finished; returns ids of requests whose wait has ended.
 
-        Call `request` for them again: a shared store has answered, or a further tier may have more.
+        Call `request` for them again: a shared store has answered, or a further tier may have more. Where
+        much has finished, the next calls take in the rest: until then the tiers are not idle, and `wait`
+        returns at once.
         """
 
     def give_way(self) -> bool:
