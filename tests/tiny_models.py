@@ -24,6 +24,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -432,6 +434,12 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "granite": _granite,
     "glm": lambda: GlmForCausalLM(GlmConfig(**_SHAPE)),
+    "glm4-moe": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(**(_SHAPE | _EXPERTS | {"attention_bias": True, "use_qk_norm": True}))
+    ),
+    "glm4-moe-plain": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(**(_SHAPE | _EXPERTS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}))
+    ),
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**(_SHAPE | {"attention_bias": False}))),
     "gemma2": lambda: _gemma(Gemma2Config, Gemma2ForCausalLM),
     "gemma3": lambda: _gemma(Gemma3TextConfig, Gemma3ForCausalLM, num_hidden_layers=7, num_key_value_heads=1),

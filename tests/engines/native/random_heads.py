@@ -1,4 +1,4 @@
-"""Random draft heads for tiny models."""
+"""Random draft heads for tiny models, and what they are asked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from sagellm.core.protocols.speculative import Asked
+from sagellm.core.types import Request, Tokens
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.head_files import HEAD_FILE, TRAINED_FOR, head_mark
 from sagellm.engines.native.weights import as_stored, head_parameters
+from tests.engines.native.driver import Running
 
 
 def head_tensors(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -32,7 +35,13 @@ def save_head(folder: Path, seed: int = 0) -> Path:
 
 
 def add_mtp(folder: Path, seed: int = 0) -> None:
-    """Write a head into the model's checkpoint, as DeepSeek-V3 has it."""
+    """Write a head into the model's checkpoint, in its family's names."""
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()} | head_tensors(folder, seed)
     save_file(tensors, path, {"format": "pt"})
+
+
+def asked(sequence: Running, count: int) -> Asked:
+    """What the engine asks a head for `count` tokens behind a sequence."""
+    request = Request(sequence.name, Tokens(sequence.tokens[: sequence.num_prompt]), sequence.params)
+    return Asked(request, Tokens(sequence.tokens), count)

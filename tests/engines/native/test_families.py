@@ -80,6 +80,23 @@ def test_glm() -> None:
     assert sorted(rope.head_order) == list(range(128))
 
 
+def test_glm_with_experts() -> None:
+    spec = read_spec(of("Glm4Moe", num_hidden_layers=2, num_attention_heads=8))
+    assert (spec.head_dim, spec.num_kv_heads, spec.qkv_bias, spec.qk_norm) == (8, 8, False, "")
+    rope, experts = spec.ropes[0], spec.experts
+    assert rope is not None
+    assert (rope.dim, rope.head_order) == (4, (0, 1, 4, 5, 2, 3, 6, 7))
+    assert experts is not None
+    assert (experts.layers, experts.count, experts.per_token, experts.width) == ((False, True), 128, 8, 1408)
+    assert (experts.scoring, experts.is_corrected, experts.renormalize, experts.scale) == (
+        "sigmoid", True, True, 1.0,
+    )  # fmt: skip
+    assert (experts.groups, experts.shared_width) == (1, 1408)
+    assert read_spec(of("Glm4Moe", first_k_dense_replace=4, num_attention_heads=8)).experts is None
+    with pytest.raises(UnsupportedModelError, match="scoring_func 'softmax' is not supported"):
+        read_spec(of("Glm4Moe", scoring_func="softmax"))
+
+
 def test_granite() -> None:
     """The multiplier of sublayers' outputs is in that of embeddings and in eps."""
     numbers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}

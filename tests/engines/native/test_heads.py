@@ -30,8 +30,7 @@ from sagellm.core.blocks import NO_PAGE
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, ModelError, WeightShapeError
 from sagellm.core.plan import ExecutionPlan
-from sagellm.core.protocols.speculative import Asked
-from sagellm.core.types import CapabilityDescriptor, Request, SamplingParams, Tokens
+from sagellm.core.types import CapabilityDescriptor, SamplingParams
 from sagellm.engines.build import build_backend, build_engine, load
 from sagellm.engines.build_speculation import build_speculation
 from sagellm.engines.native import DEMO_MODEL, head_drafter
@@ -40,7 +39,7 @@ from sagellm.engines.native.head_files import HEAD_FILE, TRAINED_FOR, head_mark
 from sagellm.engines.native.headed_backend import HeadedBackend
 from tests.effort import examples
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
-from tests.engines.native.random_heads import add_mtp, head_tensors, save_head
+from tests.engines.native.random_heads import add_mtp, asked, head_tensors, save_head
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers, resume, save_checkpoint
 from train_draft_head import export, train_step
@@ -56,11 +55,6 @@ def made(folder: Path, head: Path | None = None, **options: Any) -> HeadedRecord
     kwargs: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "block_size": 4, "threads": 1}
     kwargs["dtype"] = "float32"
     return HeadedRecording(folder, head=head or folder, **(kwargs | options))
-
-
-def asked(sequence: Running, count: int) -> Asked:
-    request = Request(sequence.name, Tokens(sequence.tokens[: sequence.num_prompt]), sequence.params)
-    return Asked(request, Tokens(sequence.tokens), count)
 
 
 def proposals(backend: HeadedRecording, sequence: Running, count: int, least: float = 0.0) -> list[int]:

@@ -52,7 +52,9 @@ class DraftHead(DecoderModel):
         )
         self._from_token, self._from_hidden = matrices["from_token"], matrices["from_hidden"]
         if self._from_token.shape != (spec.hidden_size, spec.hidden_size):
-            raise UnsupportedModelError("a draft head with a quantized eh_proj is not supported")
+            raise UnsupportedModelError(
+                f"a draft head with a quantized {spec.draft_head.projection} is not supported"
+            )
 
     def _batch(self, x: torch.Tensor, step: StepInputs, kv: PagedKV) -> Batch:
         """The rows of a step, from the embeddings `x` [T, hidden] of its tokens."""

@@ -13,7 +13,7 @@ from sagellm.engines.native.checkpoint import Checkpoint, read_header
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
-from sagellm.engines.native.weights import head_root
+from sagellm.engines.native.weights import head_projection, head_root
 
 HEAD_FILE = "draft_head.safetensors"
 """In the folder of the model."""
@@ -39,8 +39,8 @@ def has_draft_head(folder: Path, implementation: str) -> bool:
 
 
 def _has_mtp(layout: ModelSpec, checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint has an MTP layer in DeepSeek-V3's names."""
-    return f"{head_root(layout)}eh_proj.weight" in checkpoint
+    """Whether the checkpoint has an MTP layer in the names of its family."""
+    return head_projection(layout) in checkpoint
 
 
 def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> None:

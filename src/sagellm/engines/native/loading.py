@@ -134,6 +134,7 @@ class CheckedModel:
             layout = spec.with_draft_layer()
             add_head(checkpoint, layout, head)
             plan += head_parameters(layout)
+            spec = replace(spec, norms_in_head=spec.draft_head.before_norm)
         check(plan, checkpoint, quantization.stored)
         num_weights = num_parameters(plan)
         if split is not None:

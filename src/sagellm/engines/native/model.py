@@ -251,7 +251,8 @@ class DecoderModel:
         batch.stream = stream
 
     def _normed(self, stream: Stream) -> torch.Tensor:
-        x = self._add_norm(stream, self._final_norm if self.spec.final_norm else None)
+        norms_now = self.spec.final_norm and not self.spec.norms_in_head
+        x = self._add_norm(stream, self._final_norm if norms_now else None)
         return x if self._project_out is None else self._project_out.multiply(x)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -270,6 +271,8 @@ class DecoderModel:
         if output is None:
             output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=self._wide)
         assert self._head is not None
+        if self.spec.norms_in_head:
+            hidden = self._add_norm((hidden, None, None), self._final_norm)
         if self._ranks is not None:
             return self._ranks.logits(self._head, hidden, output)
         logits: torch.Tensor = self._head.multiply(hidden, None, output)
@@ -314,7 +317,7 @@ class DecoderModel:
         """Brings the residual stream up to date. Returns its norm, or without one itself."""
         x, delta, out_norm = stream
         kernel = self._kernels.add_rms_norm
-        if kernel is not None and (delta is not None or norm is not None):
+        if kernel is not None and (norm is not None or out_norm is not None):
             weight, own = norm and norm.weight, out_norm and out_norm.weight
             updated: torch.Tensor = kernel.apply(x, delta, weight, self.spec.norm_eps, own)
             return updated

@@ -11,6 +11,7 @@ from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.types import Window
 from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
+from sagellm.engines.native.head_spec import DEEPSEEK_HEAD, HeadSpec
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.layer_spec import LayerInputSpec, LayerShape, TemperatureSpec
 from sagellm.engines.native.recurrent_spec import DeltaSpec, MambaSpec
@@ -132,6 +133,10 @@ class ModelSpec:
     temperature: TemperatureSpec | None = None
     layer_scale: bool = False
     """What a layer leaves in the residual stream is multiplied by one number."""
+    draft_head: HeadSpec = DEEPSEEK_HEAD
+    """The names of a draft head, and what it reads."""
+    norms_in_head: bool = False
+    """The last norm is part of the head, so that hidden states are those before it."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -217,7 +222,12 @@ class ModelSpec:
 
         Raises `UnsupportedModelError` for a model that has no room for one.
         """
-        others = self.recurrent, self.shapes, self.layer_inputs, self.layer_scale, self.learned_positions
+        if self.recurrent is not None:
+            raise UnsupportedModelError(
+                f"{self.architecture} takes no draft head, and its MTP layer is not read: recurrent states "
+                "do not go back behind a refused token; set speculative.method to none"
+            )
+        others = self.shapes, self.layer_inputs, self.layer_scale, self.learned_positions
         if any(others) or self.embed_dim != self.hidden_size:
             raise UnsupportedModelError(
                 f"{self.architecture} takes no draft head: its layers differ, or more than the token goes "

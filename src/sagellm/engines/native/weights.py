@@ -122,25 +122,32 @@ def head_parameters(spec: ModelSpec) -> list[Parameter]:
     """Those of a draft head, the last layer of `spec` (`ModelSpec.with_draft_layer`).
 
     Beside the layer's: `token_norm`, `hidden_norm`, `from_token` and `from_hidden` (the halves of a matrix),
-    and `head_norm`, in front of the model's head. In a checkpoint they have the names of DeepSeek-V3's MTP.
+    and `head_norm`, in front of the model's head. In a checkpoint they have the names of the family's MTP.
     """
-    index, size = spec.num_layers - 1, spec.hidden_size
+    own, size = spec.draft_head, spec.hidden_size
     theirs = head_root(spec)
-    halves = [Kept(((0, size),), (first, first + size)) for first in (0, size)]
-    pieces = [WeightPiece(theirs + "eh_proj.weight", (size, 2 * size), kept=half) for half in halves]
+    firsts = (size, 0) if own.hidden_first else (0, size)
+    halves = [Kept(((0, size),), (first, first + size)) for first in firsts]
+    whole = WeightPiece(head_projection(spec), (size, 2 * size))
+    pieces = [(replace(whole, kept=half),) for half in halves]
     named = [
-        *_norm(spec, "token_norm", theirs + "enorm"),
-        *_norm(spec, "hidden_norm", theirs + "hnorm"),
-        *zip(("from_token.weight", "from_hidden.weight"), [(piece,) for piece in pieces], strict=True),
-        *_layer_pieces(spec, index),
-        *_norm(spec, "head_norm", theirs + "shared_head.norm"),
+        *_norm(spec, "token_norm", theirs + own.token_norm),
+        *_norm(spec, "hidden_norm", theirs + own.hidden_norm),
+        *zip(("from_token.weight", "from_hidden.weight"), pieces, strict=True),
+        *_layer_pieces(spec, spec.num_layers - 1, theirs),
+        *_norm(spec, "head_norm", theirs + own.last_norm),
     ]
-    return [Parameter(name, own, is_multiplied=len(own[0].shape) == 2) for name, own in named]
+    return [Parameter(name, found, is_multiplied=len(found[0].shape) == 2) for name, found in named]
 
 
 def head_root(spec: ModelSpec) -> str:
-    """What a head's tensors are named after: the layer behind the model's last."""
-    return f"{spec.names.root}layers.{spec.num_layers - 1}."
+    """With what the names of a head's tensors begin."""
+    return spec.draft_head.root or _layer_root(spec, spec.num_layers - 1)
+
+
+def head_projection(spec: ModelSpec) -> str:
+    """The tensor that projects a token's embedding and a hidden state."""
+    return f"{head_root(spec)}{spec.draft_head.projection}.weight"
 
 
 def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
@@ -151,7 +158,7 @@ def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     experts = spec.experts
     if experts is None or experts.stacked:
         return spec
-    module = f"{spec.names.root}layers.{experts.layers.index(True)}.{spec.names.experts}"
+    module = f"{_layer_root(spec, experts.layers.index(True))}{spec.names.experts}"
     if f"{module}.{spec.names.stacked_up}" not in checkpoint:
         return spec
     return replace(spec, experts=replace(experts, stacked="rows"))
@@ -182,7 +189,7 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         norm = WeightPiece(root + "per_layer_projection_norm.weight", (spec.layer_inputs.width,))
         yield "layer_inputs_norm.weight", (norm,)
     for i in range(spec.num_layers):
-        yield from _layer_pieces(spec, i)
+        yield from _layer_pieces(spec, i, _layer_root(spec, i))
     if spec.final_norm:
         yield from _norm(spec, "final_norm", root + names.final_norm)
     if embed != hidden:
@@ -191,9 +198,13 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         yield from _linear("head", [(names.head, spec.vocab_size)], embed)
 
 
-def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
+def _layer_root(spec: ModelSpec, index: int) -> str:
+    return f"{spec.names.root}layers.{index}."
+
+
+def _layer_pieces(spec: ModelSpec, index: int, theirs: str) -> Plan:
     names, hidden, inner = spec.names, spec.hidden_size, spec.shape(index).intermediate_size
-    ours, theirs = f"layers.{index}.", f"{names.root}layers.{index}."
+    ours = f"layers.{index}."
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
     if spec.attends(index):

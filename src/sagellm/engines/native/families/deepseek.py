@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, with latent attention."""
+"""DeepSeek V2 and V3, with latent attention, and their routing of experts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def deepseek(name: str, config: Config) -> ModelSpec:
         name, rotated, num_kv_heads=1, latent=latent,
         attention_scale=latent.key_dim**-0.5 * yarn_score_factor(config),
         mlp_bias=not third and bool(config.get("mlp_bias", False)),
-        experts=_experts(name, config, third=third),
+        experts=deepseek_experts(name, config, third=third),
     )  # fmt: skip
     return replace(spec, head_dim=latent.width)
 
 
-def _experts(name: str, config: Config, *, third: bool) -> ExpertSpec | None:
+def deepseek_experts(name: str, config: Config, *, third: bool) -> ExpertSpec | None:
     """The experts of all layers but the first. V2 keeps the groups of the best experts, V3 those of the best
     pairs. Raises `UnsupportedModelError` for another routing.
     """

@@ -1,9 +1,10 @@
-"""GLM-4, whose RoPE turns neighbours."""
+"""GLM-4, whose RoPE turns neighbours, and GLM-4.5 with experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from sagellm.engines.native.families.deepseek import deepseek_experts
 from sagellm.engines.native.families.values import (
     Config,
     llama_like,
@@ -30,4 +31,19 @@ def glm(name: str, config: Config) -> ModelSpec:
         num_kv_heads=config.get("num_key_value_heads", 2),
         norm_place="both" if has_output_norms else "input",
         names=_GLM4_NAMES if has_output_norms else _GLM_NAMES,
+    )  # fmt: skip
+
+
+def glm4_moe(name: str, config: Config) -> ModelSpec:
+    """GLM-4.5 to 4.7 (arXiv:2508.06471): RoPE of halves in half of each head, experts as in DeepSeek-V3."""
+    given = {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1, "n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.0, **config,
+    }  # fmt: skip
+    return llama_like(
+        name, given, qkv_bias=bool(config.get("attention_bias", False)),
+        experts=deepseek_experts(name, given, third=True),
+        num_kv_heads=config.get("num_key_value_heads", 8),
+        qk_norm="head" if config.get("use_qk_norm") else "",
     )  # fmt: skip

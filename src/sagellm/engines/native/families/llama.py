@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.families.values import (
     SLIDING,
@@ -10,10 +12,16 @@ from sagellm.engines.native.families.values import (
     llama_like,
     number,
 )
+from sagellm.engines.native.head_spec import HeadSpec
 from sagellm.engines.native.model_spec import ModelSpec, TensorNames
 from sagellm.engines.native.rope import read_rope
 
 _PHI_NAMES = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+_MIMO_HEAD = HeadSpec(
+    "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
+    hidden_first=True, before_norm=True,
+)  # fmt: skip
+"""Names and order: github.com/XiaomiMiMo/MiMo, `modeling_mimo.py`; which hidden state: vLLM's `mimo.py`."""
 
 
 def llama(name: str, config: Config) -> ModelSpec:
@@ -32,6 +40,11 @@ def mistral(name: str, config: Config) -> ModelSpec:
 
 def qwen2(name: str, config: Config) -> ModelSpec:
     return llama_like(name, config, windows=_qwen_windows(config), qkv_bias=True)
+
+
+def mimo(name: str, config: Config) -> ModelSpec:
+    """MiMo-7B (arXiv:2505.07608): Qwen2 with an MTP layer."""
+    return replace(qwen2(name, config), draft_head=_MIMO_HEAD)
 
 
 def qwen3(name: str, config: Config) -> ModelSpec:
