@@ -8,8 +8,8 @@ from __future__ import annotations
 import atexit
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -135,19 +135,66 @@ def alone(
     return tuple(run_all(single)[request_id])
 
 
-requests = st.lists(
-    st.tuples(
-        st.integers(0, 1), st.integers(1, 40), st.integers(0, 3), st.integers(1, 10), st.integers(0, 6)
+@dataclass(frozen=True)
+class Traffic:
+    """Requests, and an engine that is short of everything.
+
+    `specs`: the family, length, seed, most tokens and sampling of each. `stagger`: steps behind each.
+    """
+
+    specs: Sequence[tuple[int, int, int, int, int]]
+    num_blocks: int
+    budget: int
+    chunk: int | None
+    caching: bool
+    preempt: float
+    seed: int
+    stagger: int
+
+    def engine(self, name: str, *, overlap: bool = False, speculation: Speculation | None = None) -> Engine:
+        preempting = PreemptAtRandom(self.seed, self.preempt, 6)
+        passes = [PrefixCacheAwarePass(), PriorityBasedPass(), preempting, ChunkedPrefillPass(self.chunk)]
+        return engine(
+            name, self.num_blocks, self.budget, passes, caching=self.caching, overlap=overlap,
+            speculation=speculation,
+        )  # fmt: skip
+
+    def compare(
+        self, busy: Engine, name: str, num_turns: int, expected: dict[str, tuple[int, ...]],
+        add: Callable[[Request, int], None], then: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Check that each request gets the tokens that it gets alone. A second turn finds the first's KV.
+
+        `add` adds a request, with the number of its sampling; `then` is called behind its steps. `expected`
+        gets the answer of each request before it is added.
+        """
+        got: dict[str, list[int]] = {}
+        for turn in range(num_turns):
+            for index, (family, length, own, max_tokens, sampling) in enumerate(self.specs):
+                request_id, tokens = f"{index}.{turn}", prompt(family, length, own)
+                tokens += expected[f"{index}.0"] if turn else ()
+                expected[request_id] = alone(name, tuple(tokens), max_tokens, sampling, request_id)
+                params, group = replace(SAMPLING[sampling], max_tokens=max_tokens), f"family {family}"
+                add(Request(request_id, Tokens(tokens), params, arrival_s=index, group=group), sampling)
+                for _ in range(self.stagger):
+                    for output in busy.step():
+                        got.setdefault(output.request_id, []).extend(output.new_token_ids)
+                then()
+            for request_id, new in run_all(busy).items():
+                got.setdefault(request_id, []).extend(new)
+        assert {request_id: tuple(tokens) for request_id, tokens in got.items()} == expected
+        assert busy.kv.block_states().active == 0
+
+
+traffics = st.builds(
+    Traffic,
+    specs=st.lists(
+        st.tuples(
+            st.integers(0, 1), st.integers(1, 40), st.integers(0, 3), st.integers(1, 10), st.integers(0, 6)
+        ),
+        min_size=1,
+        max_size=6,
     ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=examples(60))
-@given(
-    name=st.sampled_from(sorted(TINY_MODELS)),
-    specs=requests,
     num_blocks=st.integers(14, 60),
     budget=st.integers(3, 64),
     chunk=st.one_of(st.none(), st.integers(1, 17)),
@@ -155,53 +202,28 @@ requests = st.lists(
     preempt=st.sampled_from([0.0, 0.15]),
     seed=st.integers(0, 99),
     stagger=st.integers(0, 2),
-    again=st.booleans(),
+)
+
+
+@settings(max_examples=examples(60))
+@given(
+    name=st.sampled_from(sorted(TINY_MODELS)),
+    traffic=traffics,
+    num_turns=st.integers(1, 2),
     grouped=st.booleans(),
     compact=st.booleans(),
 )
 def test_same_tokens_whatever_happens(
-    name: str,
-    specs: list[tuple[int, int, int, int, int]],
-    num_blocks: int,
-    budget: int,
-    chunk: int | None,
-    caching: bool,
-    preempt: float,
-    seed: int,
-    stagger: int,
-    again: bool,
-    grouped: bool,
-    compact: bool,
+    name: str, traffic: Traffic, num_turns: int, grouped: bool, compact: bool
 ) -> None:
-    passes: list[SchedulerPass] = [
-        PrefixCacheAwarePass(),
-        PriorityBasedPass(),
-        PreemptAtRandom(seed, preempt, 6),
-    ]
-    passes.append(ChunkedPrefillPass(chunk))
-    busy = engine(name, num_blocks, budget, passes, caching=caching)
-    got: dict[str, list[int]] = {}
-    expected: dict[str, tuple[int, ...]] = {}
-    rounds = 2 if again else 1  # the second round finds the first, generated tokens included, in the cache
-    for turn in range(rounds):
-        for index, (family, length, own, max_tokens, sampling) in enumerate(specs):
-            request_id = f"{index}.{turn}"
-            tokens = prompt(family, length, own)
-            if turn:
-                tokens += expected[f"{index}.0"]
-            expected[request_id] = alone(name, tuple(tokens), max_tokens, sampling, request_id)
-            params = replace(SAMPLING[sampling], max_tokens=max_tokens)
-            group = f"family {family}" if grouped else None
-            busy.add(Request(request_id, Tokens(tokens), params, arrival_s=index, group=group))
-            if compact:
-                busy.compact()
-            for _ in range(stagger):
-                for output in busy.step():
-                    got.setdefault(output.request_id, []).extend(output.new_token_ids)
-        for request_id, new in run_all(busy).items():
-            got.setdefault(request_id, []).extend(new)
-    assert {request_id: tuple(tokens) for request_id, tokens in got.items()} == expected
-    assert busy.kv.block_states().active == 0
+    busy = traffic.engine(name)
+
+    def add(request: Request, _: int) -> None:
+        busy.add(request if grouped else replace(request, group=None))
+        if compact:
+            busy.compact()
+
+    traffic.compare(busy, name, num_turns, {}, add)
 
 
 @pytest.mark.parametrize("policy", registry("policy").names())

@@ -21,7 +21,6 @@ from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, RequestError
-from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.protocols.speculative import Proposal
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine
@@ -29,12 +28,9 @@ from sagellm.engines.build_speculation import build_speculation
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.speculation import Speculation
-from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
-from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
-from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
-from tests.builders import OneByOne, PreemptAtRandom, run_all
+from tests.builders import OneByOne, run_all
 from tests.effort import examples, usual
-from tests.engines.native.test_same_tokens import SAMPLING, alone, backend, engine, prompt, requests
+from tests.engines.native.test_same_tokens import SAMPLING, Traffic, alone, backend, engine, prompt, traffics
 from tests.tiny_models import DISTINCT, RECURRENT, VOCAB, save_tiny
 
 GROUPS = sorted(set(DISTINCT) - RECURRENT)
@@ -83,61 +79,32 @@ def fork(busy: Engine, name: str, expected: dict[str, tuple[int, ...]], sampling
 @settings(max_examples=examples(40))
 @given(
     name=st.sampled_from(GROUPS),
-    specs=requests,
-    num_blocks=st.integers(14, 60),
-    budget=st.integers(3, 64),
-    chunk=st.one_of(st.none(), st.integers(1, 17)),
-    caching=st.booleans(),
-    preempt=st.sampled_from([0.0, 0.15]),
-    seed=st.integers(0, 99),
-    stagger=st.integers(0, 2),
+    traffic=traffics,
     most=st.integers(1, 9),
     adaptive=st.booleans(),
     overlap=st.booleans(),
     forks=st.booleans(),
 )
 def test_same_tokens_with_proposals_whatever_happens(
-    name: str,
-    specs: list[tuple[int, int, int, int, int]],
-    num_blocks: int,
-    budget: int,
-    chunk: int | None,
-    caching: bool,
-    preempt: float,
-    seed: int,
-    stagger: int,
-    most: int,
-    adaptive: bool,
-    overlap: bool,
-    forks: bool,
+    name: str, traffic: Traffic, most: int, adaptive: bool, overlap: bool, forks: bool
 ) -> None:
     """The second turn finds the first in the cache, generated tokens included."""
-    passes: list[SchedulerPass] = [PrefixCacheAwarePass(), PriorityBasedPass()]
-    passes += [PreemptAtRandom(seed, preempt, 6), ChunkedPrefillPass(chunk)]
-    adversary = Adversary(random.Random(seed))
+    adversary = Adversary(random.Random(traffic.seed))
     speculation = Speculation(adversary, most, ChainLengths() if adaptive else None, ManualClock())
-    busy = engine(name, num_blocks, budget, passes, caching=caching, overlap=overlap, speculation=speculation)
-    got, expected, chosen = dict[str, list[int]](), dict[str, tuple[int, ...]](), dict[str, int]()
-    for turn in range(2):
-        for index, (family, length, own, max_tokens, sampling) in enumerate(specs):
-            request_id, tokens = f"{index}.{turn}", prompt(family, length, own)
-            tokens += expected[f"{index}.0"] if turn else ()
-            chosen[request_id] = sampling
-            expected[request_id] = alone(name, tuple(tokens), max_tokens, sampling, request_id)
-            adversary.answers[request_id] = expected[request_id]
-            params = replace(
-                SAMPLING[sampling], max_tokens=max_tokens, num_speculative_tokens=(None, None, 2, 0)[own]
-            )
-            busy.add(Request(request_id, Tokens(tokens), params, arrival_s=index, group=f"family {family}"))
-            for _ in range(stagger):
-                for output in busy.step():
-                    got.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if forks:
-                fork(busy, name, expected, chosen)
-        for request_id, new in run_all(busy).items():
-            got.setdefault(request_id, []).extend(new)
-    assert {request_id: tuple(tokens) for request_id, tokens in got.items()} == expected
-    assert busy.kv.block_states().active == 0
+    busy = traffic.engine(name, overlap=overlap, speculation=speculation)
+    expected, chosen = dict[str, tuple[int, ...]](), dict[str, int]()
+
+    def add(request: Request, sampling: int) -> None:
+        chosen[request.request_id] = sampling
+        adversary.answers[request.request_id] = expected[request.request_id]
+        allowed = (None, None, 2, 0)[len(request.tokens) % 4]
+        busy.add(replace(request, params=replace(request.params, num_speculative_tokens=allowed)))
+
+    def then() -> None:
+        if forks:
+            fork(busy, name, expected, chosen)
+
+    traffic.compare(busy, name, 2, expected, add, then)
 
 
 @pytest.mark.parametrize("name", usual(["qwen3", "gemma3", "llama4", "deepseek2-lite"], GROUPS))
