@@ -10,7 +10,6 @@ nothing to save.
 from __future__ import annotations
 
 import argparse
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,16 @@ from tokenizers import Tokenizer
 from cot_data import training_row
 from demo_net import load_net
 from demo_text import Row
-from train_demo_model import DEFAULT_OUT, Progress, Run, export, make_optimizers, set_rates, train_step
+from train_demo_model import (
+    DEFAULT_OUT,
+    Progress,
+    Run,
+    export,
+    grouped,
+    make_optimizers,
+    set_rates,
+    train_step,
+)
 
 POOL = 1024
 
@@ -31,13 +39,7 @@ def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[list
     pool = 0
     while True:
         made = [training_row(tokenizer, seed, pool * POOL + index) for index in range(POOL)]
-        grouped: list[list[Row]] = [[]]
-        for row in sorted(made, key=lambda row: len(row.ids)):
-            if grouped[-1] and len(row.ids) * (len(grouped[-1]) + 1) > batch_tokens:
-                grouped.append([])
-            grouped[-1].append(row)
-        random.Random(f"order:{seed}:{pool}").shuffle(grouped)
-        yield from grouped
+        yield from grouped(made, batch_tokens, f"order:{seed}:{pool}")
         pool += 1
 
 

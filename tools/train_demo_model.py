@@ -12,8 +12,9 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -103,18 +104,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -> list[list[Row]]:
-    """The batches of one pool of conversations. Rows of a batch have like lengths, up to the padded tokens
-    allowed."""
+    """The batches of one pool of conversations."""
     mix: Mix = "lists" if pool >= args.lists_from else "plain"
     mix = "copying" if args.copying[0] <= pool < args.copying[1] else mix
     made = [training_conversation(args.seed, pool * POOL + index, mix) for index in range(POOL)]
-    rows = sorted(encode(tokenizer, made), key=lambda row: len(row.ids))
+    return grouped(encode(tokenizer, made), args.batch_tokens, f"order:{args.seed}:{pool}")
+
+
+def grouped(rows: Iterable[Row], batch_tokens: int, seed: str) -> list[list[Row]]:
+    """Batches of rows of like lengths, of up to `batch_tokens` padded tokens, in random order."""
     batches: list[list[Row]] = [[]]
-    for row in rows:
-        if batches[-1] and len(row.ids) * (len(batches[-1]) + 1) > args.batch_tokens:
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if batches[-1] and len(row.ids) * (len(batches[-1]) + 1) > batch_tokens:
             batches.append([])
         batches[-1].append(row)
-    random.Random(f"order:{args.seed}:{pool}").shuffle(batches)
+    random.Random(seed).shuffle(batches)
     return batches
 
 
@@ -167,7 +171,11 @@ def train_step(run: Run[DemoNet], batch: list[Row]) -> float:
     """One optimiser step; returns the mean loss over the assistant's tokens, in nats."""
     inputs, targets, learnt = tensors(batch)
     hidden = run.forward(inputs)[learnt]
-    loss = F.cross_entropy(run.net.logits(hidden), targets[learnt])
+    return optimized(run, F.cross_entropy(run.net.logits(hidden), targets[learnt]), batch)
+
+
+def optimized(run: Run[Any], loss: Tensor, batch: list[Row]) -> float:
+    """Make the step that lowers the loss of a batch; returns the loss."""
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
     for optimizer in run.optimizers:
@@ -254,18 +262,22 @@ def load_or_train_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def start(args: argparse.Namespace, tokenizer: Tokenizer) -> Run[DemoNet]:
-    """A fresh run, or the one that the work folder's checkpoint left off."""
-    torch.manual_seed(args.seed)
-    config = NetConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+def net_config(args: argparse.Namespace, vocab_size: int) -> NetConfig:
+    """The shape that the command line names."""
+    return NetConfig(
+        vocab_size=vocab_size,
         hidden_size=args.hidden,
         intermediate_size=args.inner,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
     )
-    net = DemoNet(config)
+
+
+def start(args: argparse.Namespace, tokenizer: Tokenizer) -> Run[DemoNet]:
+    """A fresh run, or the one that the work folder's checkpoint left off."""
+    torch.manual_seed(args.seed)
+    net = DemoNet(net_config(args, tokenizer.get_vocab_size()))
     run = Run(net, make_optimizers(net, args), Progress(), torch.compile(net.hidden, dynamic=True))
     set_rates(run, 1.0)
     resume(run, args.work_dir / "checkpoint.pt")
@@ -284,23 +296,42 @@ def report(progress: Progress, args: argparse.Namespace, losses: list[float]) ->
     losses.clear()
 
 
-def train(run: Run[DemoNet], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Trains until the last step (or ``--stop-at``). Writes checkpoints and intermediate drops."""
-    progress, watch = run.progress, Watch()
-    losses: list[float] = []
+def train(
+    run: Run[Any], batches: Iterator[list[Row]], args: argparse.Namespace, checkpoint: Path,
+    step: Callable[[list[Row]], float], behind: Callable[[list[Row]], None],
+) -> None:  # fmt: skip
+    """Train until the last step (or ``--stop-at``), writing checkpoints.
+
+    `step` trains on a batch and returns its loss; `behind` is called behind each step.
+    """
+    progress, watch, losses = run.progress, Watch(), list[float]()
     saved, last = progress.wall, args.stop_at or args.steps
-    batches = stream(tokenizer, args, progress)
     while progress.step < last:
         set_rates(run, rate_factor(progress.step, args))
-        losses.append(train_step(run, next(batches)))
+        batch = next(batches)
+        losses.append(step(batch))
         watch.lap(progress)
         if progress.step % 20 == 0:
             report(progress, args, losses)
+        behind(batch)
+        if progress.wall - saved > 60 * args.save_minutes or progress.step == last:
+            save_checkpoint(run, checkpoint)
+            saved = progress.wall
+
+
+def train_and_write(run: Run[DemoNet], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Train a network, and write its folder: in the end, and at steps that ``--drop-at`` names."""
+    print(f"{sum(weight.numel() for weight in run.net.parameters())} parameters", flush=True)
+    progress = run.progress
+
+    def drop(_: list[Row]) -> None:
         if progress.step in args.drop_at:
             export(run.net, tokenizer, args.out)
-        if progress.wall - saved > 60 * args.save_minutes or progress.step == last:
-            save_checkpoint(run, args.work_dir / "checkpoint.pt")
-            saved = progress.wall
+
+    batches, checkpoint = stream(tokenizer, args, progress), args.work_dir / "checkpoint.pt"
+    train(run, batches, args, checkpoint, partial(train_step, run), drop)
+    export(run.net, tokenizer, args.out)
+    print(f"done: {progress.tokens} tokens, wall {progress.wall:.0f} s, cpu {progress.cpu:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -308,12 +339,7 @@ def main() -> None:
     args = make_parser().parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = load_or_train_tokenizer(args)
-    run = start(args, tokenizer)
-    print(f"{sum(weight.numel() for weight in run.net.parameters())} parameters", flush=True)
-    train(run, tokenizer, args)
-    export(run.net, tokenizer, args.out)
-    progress = run.progress
-    print(f"done: {progress.tokens} tokens, wall {progress.wall:.0f} s, cpu {progress.cpu:.0f} s", flush=True)
+    train_and_write(start(args, tokenizer), tokenizer, args)
 
 
 if __name__ == "__main__":

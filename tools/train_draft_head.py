@@ -9,7 +9,6 @@ hidden states than a whole one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +27,13 @@ from train_demo_model import (
     DEFAULT_OUT,
     Progress,
     Run,
-    Watch,
     make_optimizers,
-    rate_factor,
-    report,
+    optimized,
     resume,
-    save_checkpoint,
     set_rates,
     stream,
     tensors,
+    train,
 )
 
 WEIGHT_OF_NEXT = 0.8
@@ -114,33 +111,7 @@ def guess(net: DemoNet, head: DemoHead, batch: list[Row], count: int, *, lost: f
 def train_step(run: Run[DemoHead], net: DemoNet, batch: list[Row], count: int) -> float:
     """One optimiser step; returns the loss."""
     made = guess(net, run.net, batch, count, lost=LOST)
-    torch.autograd.backward(made.loss)
-    torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    run.progress.step += 1
-    run.progress.tokens += sum(len(row.ids) for row in batch)
-    return made.loss.item()
-
-
-def train(run: Run[DemoHead], net: DemoNet, batches: Iterator[list[Row]], args: argparse.Namespace) -> None:
-    """Train until the last step (or ``--stop-at``), writing checkpoints."""
-    progress, watch, losses = run.progress, Watch(), list[float]()
-    saved, last = progress.wall, args.stop_at or args.steps
-    while progress.step < last:
-        set_rates(run, rate_factor(progress.step, args))
-        batch = next(batches)
-        losses.append(train_step(run, net, batch, args.guesses))
-        watch.lap(progress)
-        if progress.step % 20 == 0:
-            report(progress, args, losses)
-        if progress.step % 100 == 0:
-            with torch.no_grad():
-                print([round(rate, 3) for rate in guess(net, run.net, batch, args.guesses).rates], flush=True)
-        if progress.wall - saved > 60 * args.save_minutes or progress.step == last:
-            save_checkpoint(run, args.work_dir / "head.pt")
-            saved = progress.wall
+    return optimized(run, made.loss, batch)
 
 
 def export(head: DemoHead, folder: Path, path: Path) -> None:
@@ -169,7 +140,16 @@ def main() -> None:
     if run.progress.step:
         torch.manual_seed(args.seed + run.progress.step)
     print(f"{sum(weight.numel() for weight in head.parameters())} parameters", flush=True)
-    train(run, net, stream(tokenizer, args, run.progress), args)
+
+    def step(batch: list[Row]) -> float:
+        return train_step(run, net, batch, args.guesses)
+
+    @torch.no_grad()
+    def show(batch: list[Row]) -> None:
+        if run.progress.step % 100 == 0:
+            print([round(rate, 3) for rate in guess(net, head, batch, args.guesses).rates], flush=True)
+
+    train(run, stream(tokenizer, args, run.progress), args, args.work_dir / "head.pt", step, show)
     export(head, args.model, args.out or args.model / HEAD_FILE)
 
 

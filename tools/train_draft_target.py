@@ -22,18 +22,18 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo_net import DemoNet, NetConfig, load_net
+from demo_net import DemoNet, load_net
 from grow_net import grown
 from train_demo_model import (
     DEFAULT_OUT,
     Progress,
     Run,
-    export,
     make_optimizers,
     make_parser,
+    net_config,
     resume,
     set_rates,
-    train,
+    train_and_write,
 )
 
 FIRST_POOL = 1000
@@ -56,15 +56,7 @@ def begin(args: argparse.Namespace) -> Run[DemoNet]:
     """The grown network, or the run that the work folder's checkpoint left off."""
     torch.manual_seed(args.seed)
     small = load_net(args.start)
-    config = NetConfig(
-        vocab_size=small.config.vocab_size,
-        hidden_size=args.hidden,
-        intermediate_size=args.inner,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-    )
-    net = grown(small, config, args.seed).train()
+    net = grown(small, net_config(args, small.config.vocab_size), args.seed).train()
     progress = Progress(pool=args.first_pool)
     run = Run(net, make_optimizers(net, args), progress, lambda tokens: hidden_in_bfloat16(net, tokens))
     set_rates(run, 1.0)
@@ -84,12 +76,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
-    run = begin(args)
-    print(f"{sum(weight.numel() for weight in run.net.parameters())} parameters", flush=True)
-    train(run, tokenizer, args)
-    export(run.net, tokenizer, args.out)
-    progress = run.progress
-    print(f"done: {progress.tokens} tokens, wall {progress.wall:.0f} s, cpu {progress.cpu:.0f} s", flush=True)
+    train_and_write(begin(args), tokenizer, args)
 
 
 if __name__ == "__main__":
