@@ -26,6 +26,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -434,6 +436,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "granite": _granite,
     "glm": lambda: GlmForCausalLM(GlmConfig(**_SHAPE)),
+    "glm4-moe-lite": lambda: Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**(_LATENT | _EXPERTS))),
     "glm4-moe": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(**(_SHAPE | _EXPERTS | {"attention_bias": True, "use_qk_norm": True}))
     ),

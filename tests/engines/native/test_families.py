@@ -17,6 +17,7 @@ from sagellm.core.types import AttentionChunk
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.experts import ExpertSpec
+from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.layer_spec import LayerInputSpec, TemperatureSpec
 from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.model_spec import ModelSpec
@@ -95,6 +96,22 @@ def test_glm_with_experts() -> None:
     assert read_spec(of("Glm4Moe", first_k_dense_replace=4, num_attention_heads=8)).experts is None
     with pytest.raises(UnsupportedModelError, match="scoring_func 'softmax' is not supported"):
         read_spec(of("Glm4Moe", scoring_func="softmax"))
+
+
+def test_glm_of_deepseeks_shape() -> None:
+    given = {"num_attention_heads": 20, "num_hidden_layers": 3}
+    spec = read_spec(of("Glm4MoeLite", **given))
+    assert (spec.latent, spec.norm_eps) == (LatentSpec(512, 64, 192, 256, 768, True), 1e-5)
+    assert spec.experts is not None
+    assert (spec.experts.layers, spec.experts.count, spec.experts.per_token, spec.experts.scale) == (
+        (False, True, True), 64, 4, 1.8,
+    )  # fmt: skip
+    listed = read_spec(of("Glm4MoeLite", **given, mlp_layer_types=["dense", "dense", "sparse"]))
+    assert listed.experts is not None
+    assert listed.experts.layers == (False, False, True)
+    for types in (["dense", "sparse", "dense"], ["dense", "sparse"]):
+        with pytest.raises(UnsupportedModelError, match="dense layers and then sparse ones, 3 in all"):
+            read_spec(of("Glm4MoeLite", **given, mlp_layer_types=types))
 
 
 def test_granite() -> None:

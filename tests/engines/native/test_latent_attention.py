@@ -52,7 +52,7 @@ def attended(planner: AttentionPlanner, kv: PagedKV, kernels: KernelSet = NO_KER
     generator, dtype = torch.Generator().manual_seed(3), kv.keys[0].dtype
     weight = torch.randn(HEADS * (SPEC.nope_dim + SPEC.value_dim), SPEC.rank, generator=generator).to(dtype)
     norm = torch.rand(SPEC.rank, generator=generator).to(dtype)
-    layer = LatentLayer.of(SPEC, 1e-6, kernels, None, None, norm, Dense(weight))
+    layer = LatentLayer.of(SPEC, kernels, None, None, norm, Dense(weight))
     projected = torch.randn(21, HEADS * SPEC.key_dim + SPEC.width, generator=generator).to(dtype)
     slots = torch.tensor(
         [s.block_ids[p // 4] * 4 + p % 4 for s in decode + prefill for p in range(s.start, s.end)]

@@ -48,6 +48,7 @@ class Family:
 FAMILIES = {
     "deepseek3": Family("deepseek3-moe-groups", "model.layers.3."),
     "glm4-moe": Family("glm4-moe", "model.layers.3."),
+    "glm4-moe-lite": Family("glm4-moe-lite", "model.layers.3."),
     "mimo": Family(
         "qwen2", "model.mtp_layers.0.",
         "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",

@@ -153,7 +153,8 @@ class Traffic:
 
     def engine(self, name: str, *, overlap: bool = False, speculation: Speculation | None = None) -> Engine:
         preempting = PreemptAtRandom(self.seed, self.preempt, 6)
-        passes = [PrefixCacheAwarePass(), PriorityBasedPass(), preempting, ChunkedPrefillPass(self.chunk)]
+        passes: list[SchedulerPass] = [PrefixCacheAwarePass(), PriorityBasedPass(), preempting]
+        passes.append(ChunkedPrefillPass(self.chunk))
         return engine(
             name, self.num_blocks, self.budget, passes, caching=self.caching, overlap=overlap,
             speculation=speculation,

@@ -101,6 +101,7 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "GlmForCausalLM": glm.glm,
     "Glm4ForCausalLM": glm.glm,
     "Glm4MoeForCausalLM": glm.glm4_moe,
+    "Glm4MoeLiteForCausalLM": glm.glm4_moe_lite,
     "GraniteForCausalLM": llama.granite,
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3,

@@ -113,7 +113,10 @@ def draft_head_of(config: Config) -> Path | None:
     if method not in ("heads", "auto") or (method == "auto" and num_ranks > 1):
         return None
     if num_ranks > 1:
-        raise ConfigError("speculative.method heads needs the model on one rank: set parallel.* to 1")
+        raise ConfigError(
+            "speculative.method heads needs the model on one rank: set parallel.* to 1, or take the "
+            "method suffix"
+        )
     folder = model_source(config)
     if method == "heads":
         source = config.speculative.method_options.get("model", folder)

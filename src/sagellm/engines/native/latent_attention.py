@@ -22,6 +22,8 @@ from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.rope import apply_rope
 
+_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` is, as in transformers."""
 MOST_EXPANDED = 128 << 20
 """Keys and values of a chunk's context, in numbers; a longer one is attended to in absorbed form."""
 
@@ -77,7 +79,6 @@ class LatentLayer:
     """
 
     spec: LatentSpec
-    eps: float
     add_rms_norm: FusedKernel | None
     query_norm: torch.Tensor | None
     query_up: Matrix | None
@@ -88,7 +89,7 @@ class LatentLayer:
 
     @classmethod
     def of(
-        cls, spec: LatentSpec, eps: float, kernels: KernelSet, query_norm: torch.Tensor | None,
+        cls, spec: LatentSpec, kernels: KernelSet, query_norm: torch.Tensor | None,
         query_up: Matrix | None, kv_norm: torch.Tensor, kv_up: Matrix,
     ) -> LatentLayer:  # fmt: skip
         """The layer with its absorbed weights. They are read off the matrix, whatever form that has."""
@@ -96,7 +97,7 @@ class LatentLayer:
         weight = kv_up.multiply(unit).t().unflatten(0, (-1, spec.nope_dim + spec.value_dim))
         key, value = weight.split([spec.nope_dim, spec.value_dim], dim=1)
         absorbed = (HeadMatrices.of(part, kernels.linear) for part in (key.mT, value))
-        return cls(spec, eps, kernels.add_rms_norm, query_norm, query_up, kv_norm, kv_up, *absorbed)
+        return cls(spec, kernels.add_rms_norm, query_norm, query_up, kv_norm, kv_up, *absorbed)
 
     def attend(
         self, plan: AttentionPlan, kv: PagedKV, index: int, projected: torch.Tensor, slots: torch.Tensor,
@@ -145,9 +146,9 @@ class LatentLayer:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if self.add_rms_norm is not None and x.stride(1) == 1:
-            normed: torch.Tensor = self.add_rms_norm.apply(x, None, weight, self.eps)
+            normed: torch.Tensor = self.add_rms_norm.apply(x, None, weight, _NORM_EPS)
             return normed
-        return F.rms_norm(x, x.shape[1:], weight, self.eps)
+        return F.rms_norm(x, x.shape[1:], weight, _NORM_EPS)
 
     def _attend_absorbed(
         self, plan: AttentionPlan, kv: PagedKV, index: int, nope: torch.Tensor, rope: torch.Tensor,

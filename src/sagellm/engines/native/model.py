@@ -435,7 +435,7 @@ def _latent(spec: ModelSpec, weights: ModelWeights, index: int, kernels: KernelS
         return None
     ours, tensors = f"layers.{index}.", weights.tensors
     return LatentLayer.of(
-        spec.latent, spec.norm_eps, kernels, tensors.get(ours + "query_norm.weight"),
+        spec.latent, kernels, tensors.get(ours + "query_norm.weight"),
         weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
         weights.matrices[ours + "kv_up"],
     )  # fmt: skip

@@ -13,8 +13,8 @@ from sagellm.engines.native.rope import yarn_score_factor
 
 
 def deepseek(name: str, config: Config) -> ModelSpec:
-    """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437)."""
-    third = name == "DeepseekV3ForCausalLM"
+    """DeepSeek-V2 (arXiv:2405.04434), and V3 (arXiv:2412.19437) and models of its shape."""
+    third = name != "DeepseekV2ForCausalLM"
     if config.get("attention_bias"):
         raise UnsupportedModelError(f"{name} with attention_bias is not supported; without it is")
     latent = read_latent(config, interleaved=not third or bool(config.get("rope_interleave", True)))

@@ -1,10 +1,11 @@
-"""GLM-4, whose RoPE turns neighbours, and GLM-4.5 with experts."""
+"""GLM-4, whose RoPE turns neighbours, and the later GLM with experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sagellm.engines.native.families.deepseek import deepseek_experts
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.families.deepseek import deepseek, deepseek_experts
 from sagellm.engines.native.families.values import (
     Config,
     llama_like,
@@ -47,3 +48,22 @@ def glm4_moe(name: str, config: Config) -> ModelSpec:
         num_kv_heads=config.get("num_key_value_heads", 8),
         qk_norm="head" if config.get("use_qk_norm") else "",
     )  # fmt: skip
+
+
+def glm4_moe_lite(name: str, config: Config) -> ModelSpec:
+    """GLM-4.7-Flash: a model of the shape of DeepSeek-V3."""
+    given = {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "q_lora_rank": 768, "v_head_dim": 256,
+        "qk_nope_head_dim": 192, "first_k_dense_replace": 1, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.8, **config,
+    }  # fmt: skip
+    types = config.get("mlp_layer_types")
+    if types is not None:
+        given["first_k_dense_replace"] = dense = list(types).count("dense")
+        layers = number(config, "num_hidden_layers")
+        if list(types) != ["dense"] * dense + ["sparse"] * (layers - dense):
+            raise UnsupportedModelError(
+                f"{name}: mlp_layer_types must be dense layers and then sparse ones, {layers} in all"
+            )
+    return deepseek(name, given)
