@@ -112,7 +112,7 @@ def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -
 
 
 def grouped(rows: Iterable[Row], batch_tokens: int, seed: str) -> list[list[Row]]:
-    """Batches of rows of like lengths, of up to `batch_tokens` padded tokens, in random order."""
+    """Batches of rows of like lengths, up to `batch_tokens` padded, in random order."""
     batches: list[list[Row]] = [[]]
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if batches[-1] and len(row.ids) * (len(batches[-1]) + 1) > batch_tokens:
@@ -320,7 +320,7 @@ def train(
 
 
 def train_and_write(run: Run[DemoNet], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Train a network, and write its folder: in the end, and at steps that ``--drop-at`` names."""
+    """Train a network and write its folder, also at the steps of ``--drop-at``."""
     print(f"{sum(weight.numel() for weight in run.net.parameters())} parameters", flush=True)
     progress = run.progress
 

@@ -36,7 +36,7 @@ def glm(name: str, config: Config) -> ModelSpec:
 
 
 def glm4_moe(name: str, config: Config) -> ModelSpec:
-    """GLM-4.5 to 4.7 (arXiv:2508.06471): RoPE of halves in half of each head, experts as in DeepSeek-V3."""
+    """GLM-4.5 to 4.7 (arXiv:2508.06471): experts as in DeepSeek-V3, RoPE in half of each head."""
     given = {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "partial_rotary_factor": 0.5,
         "first_k_dense_replace": 1, "n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1,
