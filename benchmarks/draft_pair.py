@@ -7,7 +7,8 @@
 the demo data, which neither has seen, the same number of each task. Each group of `--batch` prompts is
 answered by all methods in turns, and by llama.cpp, one prompt at a time. Time counts from a group's first
 tokens on, after some groups that only warm up. With `--repetitive` a model goes on after its answer's end,
-and soon repeats itself.
+and soon repeats itself. `--self-draft '{"layers": 5}' '{"quantization": "int4"}'` adds drafts of the target's own
+weights, with these options.
 
 llama.cpp's example program (MIT) decodes one prompt per process; for its speed without a draft it looks up
 n-grams that are longer than any text, and finds none. Its time begins behind the prompt, too. Compile
@@ -199,7 +200,9 @@ def turned(names: list[str], turn: int) -> Iterator[str]:
 
 
 def engine_of(method: str, asked: argparse.Namespace) -> Engine:
-    options: dict[str, Any] = {}
+    """An engine with that proposer, behind whose name may be its options in JSON."""
+    method, _, given_options = method.partition(" ")
+    options: dict[str, Any] = json.loads(given_options or "{}")
     if method == "draft_model":
         options = {"model": str(asked.draft)}
     elif method == "suffix":
@@ -208,7 +211,7 @@ def engine_of(method: str, asked: argparse.Namespace) -> Engine:
         "model.name": str(asked.target), "model.dtype": asked.dtype, "kv.num_blocks": 2048,
         "scheduler.max_num_seqs": max(asked.batch), "speculative.method": method,
         "speculative.num_tokens": asked.num_tokens, "speculative.method_options": options,
-        "engine.threads": asked.threads,
+        "engine.threads": asked.threads, "speculative.adaptive": not asked.constant,
     }  # fmt: skip
     return build_engine(load_config(cli=given, environ={}).config)
 
@@ -218,6 +221,8 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, default=DEMO_MODEL)
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--self-draft", nargs="*", default=[], metavar="JSON", help="options of self_draft")
+    parser.add_argument("--constant", action="store_true", help="without the planner of lengths")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--num-tokens", type=int, default=7, help="speculative.num_tokens")
@@ -233,7 +238,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(asked.target / "tokenizer.json"))
-    engines = {name: engine_of(name, asked) for name in asked.methods.split(",")}
+    methods = [*asked.methods.split(","), *(f"self_draft {options}" for options in asked.self_draft)]
+    engines = {name: engine_of(name, asked) for name in methods}
     settings = {name: str(value) for name, value in vars(asked).items() if not isinstance(value, Path)}
     described = {"environment": asdict(environment()), "settings": settings}
     rows: list[dict[str, Any]] = []

@@ -18,18 +18,18 @@ from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.speculation import Speculation
 
 log = logging.getLogger("sagellm.engine")
-AUTO = "auto"
+AUTO, SELF_DRAFT = "auto", "self_draft"
 MakeBackend: TypeAlias = Callable[[Config], InferenceBackend]
 
 
 def build_speculation(
     config: Config, capability: CapabilityDescriptor, make_backend: MakeBackend, clock: Clock | None = None,
-    drafter: TokenDrafter | None = None,
+    drafter: TokenDrafter | None = None, make_self_draft: Callable[[], InferenceBackend] | None = None,
 ) -> Speculation | None:  # fmt: skip
     """The configured proposer, or None for the method "none".
 
     The method "auto" takes what there is. `make_backend`: for a proposer that runs a model; `drafter`: for
-    one that runs the served model's head. Raises `ConfigError` for a backend or model that computes no chains
+    one that runs the served model's head; `make_self_draft`: for one that runs a part of that model. Raises `ConfigError` for a backend or model that computes no chains
     of proposed tokens.
     """
     settings = config.speculative
@@ -63,7 +63,10 @@ def build_speculation(
     elif "backend" not in given:
         proposer = registry("proposer").create_from(options)
     else:
-        draft, options = build_draft(config, capability, make_backend, options)
+        if method == SELF_DRAFT:
+            draft, options = build_self_draft(make_self_draft, options)
+        else:
+            draft, options = build_draft(config, capability, make_backend, options)
         try:
             proposer = registry("proposer").create_from({**options, "backend": draft})
         except BaseException:
@@ -84,6 +87,19 @@ def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[
             "native"
         )
     return {"vocab_size": capability.vocab_size, "engine_seed": config.engine.seed}
+
+
+def build_self_draft(
+    make: Callable[[], InferenceBackend] | None, options: Mapping[str, Any]
+) -> tuple[InferenceBackend, dict[str, Any]]:
+    """The backend of a part of the served model, and the options that are left for the proposer."""
+    if make is None:
+        raise ConfigError(
+            f"speculative.method {SELF_DRAFT!r} needs a backend that runs a part of its model: set "
+            "engine.backend to native, or take another method"
+        )
+    of_backend = ("layers", "quantization", "num_blocks")
+    return make(), {name: value for name, value in options.items() if name not in of_backend}
 
 
 def build_draft(

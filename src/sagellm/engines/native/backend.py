@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,8 @@ from sagellm.core.types import (
 from sagellm.engines.native.accelerators import module_of, runs_triton
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.block_bytes import PoolBytes
-from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
+from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.kv_schema import kv_schema
 from sagellm.engines.native.loading import CheckedModel, ModelWeights, WeightLoader
 from sagellm.engines.native.measure import Decide, alone, fastest
 from sagellm.engines.native.memory import available_bytes, pool_blocks
@@ -40,7 +41,7 @@ from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import check_chunks, check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
-from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates, state_bytes
+from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.synthetic_draws import SyntheticDraws
@@ -131,7 +132,7 @@ class NativeBackend:
         split = None if ranks is None else ranks.split
         sharing = 1 if split is None else split.num_kv_ranks
         more = implementation, split, head
-        source = CheckedModel.of(model, device, max_model_len, quantizer, formats, *more)
+        source = self._checked(model, device, max_model_len, quantizer, formats, *more)
         self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
         self._max_model_len, spec = source.max_model_len, source.spec
         check_chunks(spec.kv_windows, block_size)
@@ -148,10 +149,12 @@ class NativeBackend:
             block_bytes = self._schema.bytes_per_block
             if ranks is not None:
                 ranks.barrier()  # all weights are loaded: what is free now is left for KV
+            draft_block_bytes, draft_bytes = self._draft_kv_bytes(block_size, split_kv=split_kv)
+            states = max_num_seqs * self._schema.state_bytes
             fitting = pool_blocks(
-                self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
-                host_memory_bytes,
-                available_bytes(self._device) // sharing - max_num_seqs * self._schema.state_bytes,
+                self._device, num_blocks, most, block_bytes + draft_block_bytes, kv_memory_bytes,
+                kv_memory_fraction, host_memory_bytes,
+                available_bytes(self._device) // sharing - states - draft_bytes,
             )  # fmt: skip
             blocks = (fitting if ranks is None else ranks.least(fitting)) * groups
             self._kv = self._pool(blocks, block_size, has_scratch=recording is not None)
@@ -197,13 +200,14 @@ class NativeBackend:
         self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
         block_size: int, split_kv: bool, ranks: Ranks | None,
     ) -> tuple[DecoderModel | BridgedModel, KVCacheSchema]:  # fmt: skip
-        spec, windows = source.spec, source.layout.kv_windows
-        groups = deal_layers(windows, spec.kv_shapes) if split_kv else ()
+        spec = source.spec
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
         self._packed = loader.linear is not None
         model: DecoderModel | BridgedModel
+        schema = kv_schema(spec, source.layout.kv_windows, loader.compute_dtype, block_size, split_kv=split_kv)
+        groups = schema.groups
         if isinstance(spec, ModelSpec):
-            weights = loader.weights(source.plan, progress)
+            weights = self._weights(source, loader, progress)
             whole = (spec, weights, self._compute_dtype, self._device, kernel_set, groups)
             model = DecoderModel(*whole) if ranks is None else ranks.model(*whole)
             self._take_head(source, weights, kernel_set)
@@ -217,13 +221,23 @@ class NativeBackend:
         if ranks is None or ranks.is_first:
             fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
         source.checkpoint.close()
-        schema = KVCacheSchema(
-            len(windows), spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
-            block_size, LAYOUT, model_fingerprint=fingerprint + source.label, groups=groups,
-            values_in_keys=spec.latent is not None, state_bytes=state_bytes(spec, self._compute_dtype),
-            layer_shapes=spec.kv_shapes,
-        )  # fmt: skip
-        return model, schema
+        return model, replace(schema, model_fingerprint=fingerprint + source.label)
+
+    def _checked(self, *options: Any) -> CheckedModel:
+        """The model whose weights are loaded next. `options` are those of `CheckedModel.of`."""
+        return CheckedModel.of(*options)
+
+    def _weights(
+        self, source: CheckedModel, loader: WeightLoader, progress: Progress | None
+    ) -> ModelWeights:
+        return loader.weights(source.plan, progress)
+
+    def _draft_kv_bytes(self, block_size: int, *, split_kv: bool) -> tuple[int, int]:
+        """Bytes that a draft's KV takes for each block of the pool, and beside that.
+
+        The weights are loaded. Here there is no draft (`SelfDraftingBackend`).
+        """
+        return 0, 0
 
     def _take_head(self, source: CheckedModel, weights: ModelWeights, kernels: KernelSet) -> None:
         """The weights are loaded, with those of the draft head. Here there is none (`HeadedBackend`)."""

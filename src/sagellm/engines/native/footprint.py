@@ -7,22 +7,24 @@ checkpoint. So the size is the kernel's own, and what formats or kernel refuse i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from sagellm.accel.quantization.round_to_nearest import HEAD
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
-from sagellm.core.types import KVCacheSchema, KVGroup
-from sagellm.engines.native.kv_cache import LAYOUT, deal_layers
+from sagellm.core.types import KVGroup
+from sagellm.engines.native.kv_schema import kv_schema
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
-from sagellm.engines.native.matrices import packed
+from sagellm.engines.native.matrices import Quantization, packed
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import dtype_name
 from sagellm.engines.native.parallel.split import Split
-from sagellm.engines.native.recurrent.states import state_bytes
+from sagellm.engines.native.self_draft import SelfDraftSpec
 from sagellm.engines.native.weights import EMBEDDING, LAYER_TABLE, Parameter, num_parameters
 
 _OUTPUTS = 16
@@ -63,52 +65,30 @@ class Footprint:
     obstacle: str
     is_bridged: bool = False
     is_windowed: bool = False
+    draft_weight_bytes: int = 0
+    """Copies of weights that a draft of the model has."""
+    draft_kv_bytes_per_token: int = 0
 
 
 def footprint(
     model: str | Path, *, device: str = "cpu", dtype: str = "auto", max_model_len: int | None = None,
     kernels: KernelSource | None = None, quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None, split_kv: bool = True, implementation: str = "auto",
-    split: Split | None = None, head: Path | None = None,
+    split: Split | None = None, head: Path | None = None, draft: SelfDraftSpec | None = None,
 ) -> Footprint:  # fmt: skip
-    """The footprint of a model folder or a hub name, and its `head`. The options are those of
-    `NativeBackend`. Raises the same errors for a model that cannot be served. With `split` it is of one rank.
+    """The footprint of a model folder or a hub name, its `head` and its `draft`. The other options are those
+    of `NativeBackend`. Raises the same errors for a model that cannot be served. With `split` it is of one
+    rank.
     """
     source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split, head)
     spec, plan, quantization = source.spec, source.plan, source.quantization
     kernel_set = kernels(1) if kernels and source.device.type == "cpu" else KernelSet()
     loading = source.loader(dtype, "auto", kernel_set, kernel_set)
-    held = list(plan)
-    if quantization.quantizer is not None and spec.tied:  # the tied head is one more matrix
-        tables = [parameter for parameter in plan if parameter.name == EMBEDDING]
-        held += [replace(table, name="head.weight") for table in tables]
-    on_meta = replace(loading, device=torch.device("meta"))
-    weight_bytes, codes, obstacle = 0, set[CodeFormat](), ""
-    for parameter in held:
-        num_bytes = _value_bytes(on_meta, parameter)
-        samples = _samples(loading, parameter)
-        if samples:
-            codes |= {_code_format(sample) for sample in samples}
-            try:
-                num_bytes = _packed_bytes(loading, samples, parameter.shape[0])
-            except KernelError as error:
-                obstacle = obstacle or str(error)
-        weight_bytes += num_bytes
+    weight_bytes, codes, obstacle = _weight_bytes(loading, plan, tied=spec.tied)
     source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
-    groups = deal_layers(source.layout.kv_windows, spec.kv_shapes) if split_kv else ()
-    schema = KVCacheSchema(
-        len(source.layout.kv_windows),
-        spec.num_kv_heads,
-        spec.head_dim,
-        kv_dtype,
-        1,
-        LAYOUT,
-        groups=groups,
-        values_in_keys=spec.latent is not None,
-        state_bytes=state_bytes(spec, loading.compute_dtype),
-        layer_shapes=spec.kv_shapes,
-    )
+    schema = kv_schema(spec, source.layout.kv_windows, loading.compute_dtype, 1, split_kv=split_kv)
+    groups = schema.groups
     return Footprint(
         num_parameters(plan),
         weight_bytes,
@@ -124,7 +104,46 @@ def footprint(
         obstacle,
         not isinstance(spec, ModelSpec),
         not groups and None not in spec.kv_windows,
+        *_draft_bytes(loading, source, draft, split_kv=split_kv),
     )
+
+
+def _weight_bytes(
+    loading: WeightLoader, plan: Sequence[Parameter], *, tied: bool
+) -> tuple[int, set[CodeFormat], str]:
+    """Bytes of the parameters, the formats of those that are quantized, and what keeps others from it."""
+    held, codes, num_bytes, obstacle = list(plan), set[CodeFormat](), 0, ""
+    if loading.quantization.quantizer is not None and tied:  # the tied head is one more matrix
+        tables = [parameter for parameter in plan if parameter.name == EMBEDDING]
+        held += [replace(table, name=HEAD) for table in tables]
+    on_meta = replace(loading, device=torch.device("meta"))
+    for parameter in held:
+        own_bytes = _value_bytes(on_meta, parameter)
+        samples = _samples(loading, parameter)
+        if samples:
+            codes |= {_code_format(sample) for sample in samples}
+            try:
+                own_bytes = _packed_bytes(loading, samples, parameter.shape[0])
+            except KernelError as error:
+                obstacle = obstacle or str(error)
+        num_bytes += own_bytes
+    return num_bytes, codes, obstacle
+
+
+def _draft_bytes(
+    loading: WeightLoader, source: CheckedModel, draft: SelfDraftSpec | None, *, split_kv: bool
+) -> tuple[int, int]:
+    """Of a draft: bytes of its copies of weights, and of a token's KV."""
+    if draft is None or not isinstance(source.spec, ModelSpec):
+        return 0, 0
+    spec, num_bytes = draft.spec_of(source.spec), 0
+    kv = kv_schema(spec, spec.kv_windows, loading.compute_dtype, 1, split_kv=split_kv)
+    if draft.quantizer is not None:
+        quantizing = replace(loading, quantization=Quantization(draft.quantizer))
+        held = [replace(p, name=HEAD) if p.name == EMBEDDING else p for p in source.plan if p.is_multiplied]
+        copied = [p for p in held if draft.name_of(p.name) and quantizing.quantizer_of(p.name)]
+        num_bytes, _, _ = _weight_bytes(quantizing, copied, tied=False)
+    return num_bytes, kv.bytes_per_block
 
 
 def _value_bytes(on_meta: WeightLoader, parameter: Parameter) -> int:
@@ -151,7 +170,7 @@ def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatri
     """Samples of the quantized pieces, or of the parameter that will be quantized. Empty for a table, or if a
     piece is not quantized.
     """
-    quantizer = loading.quantizer_of(parameter)
+    quantizer = loading.quantizer_of(parameter.name)
     if not parameter.is_multiplied or parameter.name == EMBEDDING:
         return []
     if quantizer is not None:

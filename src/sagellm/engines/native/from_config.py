@@ -29,7 +29,10 @@ try:
     from sagellm.engines.native.implementations import described
     from sagellm.engines.native.matrices import quantization_of
     from sagellm.engines.native.memory import pool_blocks
+    from sagellm.engines.native.model_spec import ModelSpec
     from sagellm.engines.native.recorded_steps import cuda_capture
+    from sagellm.engines.native.self_draft import SelfDraftSpec
+    from sagellm.engines.native.self_drafting_backend import SelfDraftingBackend
     from sagellm.engines.native.tokenizer import Tokenizer
     from sagellm.engines.native.tokenizer_files import tokenizer_file
     from sagellm.engines.native.tokenizer_of import tokenizer_of
@@ -55,9 +58,11 @@ def native_backend(
     )
     if options["synthetic_draws"]:
         log.warning("speculative.method synthetic: ANSWERS ARE MADE-UP TOKENS, for benchmarks of speed alone")
-    head = draft_head_of(config)
+    head, draft = draft_head_of(config), self_draft_of(config)
     if head is not None:
         return HeadedBackend(head=head, **options)
+    if draft is not None:
+        return SelfDraftingBackend(draft=draft, **options)
     if config.parallel.num_ranks == 1:
         return NativeBackend(**options)
     from sagellm.engines.native.parallel.start import first_rank
@@ -126,6 +131,30 @@ def draft_head_of(config: Config) -> Path | None:
     return folder if has_draft_head(folder, config.model.implementation) else None
 
 
+def self_draft_of(config: Config) -> SelfDraftSpec | None:
+    """What of the configured model is its own draft; None: it has none.
+
+    Raises `ConfigError` for several ranks, for options that make no draft of the model, and for one that
+    verifies none.
+    """
+    settings, held_as = config.speculative, _held_as(config)
+    if settings.method != "self_draft":
+        return None
+    if config.parallel.num_ranks > 1:
+        raise ConfigError("speculative.method self_draft needs the model on one rank: set parallel.* to 1")
+    found = read_config(model_source(config))
+    spec = described(found, held_as["implementation"])
+    if not isinstance(spec, ModelSpec) or spec.recurrent is not None:
+        what = "has recurrent layers, whose states do not go back"
+        raise ConfigError(
+            "speculative.method self_draft needs a native model without recurrent layers; this one "
+            f"{what if isinstance(spec, ModelSpec) else 'runs through transformers'}: set speculative.method "
+            f"to {'none' if spec.recurrent is not None else 'suffix'}"
+        )
+    quantized_by = quantization_of(found, held_as["quantizer"], held_as["formats"]).method
+    return SelfDraftSpec.of(settings.method_options, spec, quantized_by)
+
+
 def splits_kv(config: Config) -> bool:
     """Whether KV may be split into groups by window.
 
@@ -178,6 +207,7 @@ def model_footprint(config: Config) -> Footprint:
         max_model_len=model.max_model_len,
         split_kv=splits_kv(config),
         head=draft_head_of(config),
+        draft=self_draft_of(config),
         **_held_as(config),
     )
     read_tokenizer(config)
@@ -208,8 +238,13 @@ def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: in
     Raises `CapacityError` where the backend does.
     """
     states = config.scheduler.max_num_seqs * size.state_bytes
-    kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes - states)
-    bytes_per_block = size.kv_bytes_per_token * kv.block_size
+    kv, where, draft = config.kv, torch.device(device), self_draft_of(config)
+    taken, per_token = size.weight_bytes + size.draft_weight_bytes + states, size.kv_bytes_per_token
+    if draft is None or draft.num_blocks is None:
+        per_token += size.draft_kv_bytes_per_token
+    else:
+        taken += draft.num_blocks * kv.block_size * size.draft_kv_bytes_per_token
+    left, bytes_per_block = max(0, free_bytes - taken), per_token * kv.block_size
     most = config.scheduler.max_num_seqs * cdiv(size.max_model_len, kv.block_size)
     return pool_blocks(
         where, kv.num_blocks, most, bytes_per_block, None, kv.memory_fraction, kv.host_bytes, left

@@ -245,16 +245,16 @@ class WeightLoader:
         quantized = [matrix for matrix in codes if matrix is not None]
         if len(quantized) == len(codes):
             return self._packed(parameter.name, quantized)
-        quantizer = self.quantizer_of(parameter)
+        quantizer = self.quantizer_of(parameter.name)
         if quantizer is None:
             return self._values(parameter)
         whole = torch.empty(parameter.shape, dtype=self.dtype)
         self._fill(Dense(whole), parameter)
         return self._packed(parameter.name, [quantizer.quantized(parameter.name, whole)])
 
-    def quantizer_of(self, parameter: Parameter) -> WeightQuantizer | None:
+    def quantizer_of(self, name: str) -> WeightQuantizer | None:
         """What quantizes the parameter. Routers and gates are small, and not averaged out."""
-        return None if parameter.name.endswith(_NOT_QUANTIZED) else self.quantization.quantizer
+        return None if name.endswith(_NOT_QUANTIZED) else self.quantization.quantizer
 
     def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
         """The matrix in the kernel's form, or its values if the kernel has none."""

@@ -5,6 +5,7 @@ What differs between families is a field of `ModelSpec`; their readers are in `f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sagellm.core.errors import UnsupportedModelError
@@ -239,6 +240,32 @@ class ModelSpec:
         return replace(
             self, num_layers=self.num_layers + 1, windows=(*self.windows, self.windows[-1]),
             ropes=(*self.ropes, self.ropes[-1]), experts=experts,
+        )  # fmt: skip
+
+    def with_layers(self, layers: Sequence[int]) -> ModelSpec:
+        """With some of the layers alone.
+
+        Raises `UnsupportedModelError` where a layer has a state or an input of its own, or attends to the KV
+        of one that is left out.
+        """
+        if self.recurrent is not None or self.layer_inputs is not None:
+            what = "recurrent layers" if self.recurrent is not None else "layers with inputs of their own"
+            raise UnsupportedModelError(f"{self.architecture} has {what}: it runs with all of them alone")
+        sources = {self.shape(index).kv_source for index in layers}
+        if missing := sorted(sources - set(layers)):
+            raise UnsupportedModelError(
+                f"layers {', '.join(map(str, missing))} are left out, to whose KV others attend"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=tuple(experts.layers[index] for index in layers))
+        return replace(
+            self, num_layers=len(layers), windows=tuple(self.windows[index] for index in layers),
+            ropes=tuple(self.ropes[index] for index in layers), experts=experts,
+            shapes=tuple(
+                replace(self.shapes[index], kv_source=layers.index(self.shapes[index].kv_source))
+                for index in (layers if self.shapes else ())
+            ),
         )  # fmt: skip
 
     @property
