@@ -7,8 +7,8 @@
 the demo data, which neither has seen, the same number of each task. Each group of `--batch` prompts is
 answered by all methods in turns, and by llama.cpp, one prompt at a time. Time counts from a group's first
 tokens on, after some groups that only warm up. With `--repetitive` a model goes on after its answer's end,
-and soon repeats itself. `--self-draft '{"layers": 5}' '{"quantization": "int4"}'` adds drafts of the target's own
-weights, with these options.
+and soon repeats itself. `--self-draft '{"layers": 5}' '{"quantization": "int4"}'` adds drafts of the target's
+own weights, with these options.
 
 llama.cpp's example program (MIT) decodes one prompt per process; for its speed without a draft it looks up
 n-grams that are longer than any text, and finds none. Its time begins behind the prompt, too. Compile

@@ -245,6 +245,20 @@ def test_what_auto_takes_is_told(cli: Any, model: Path) -> None:
     assert "speculative.method" not in cli("doctor", str(model)).stdout
 
 
+def test_a_draft_of_the_model_itself_is_counted(cli: Any) -> None:
+    own = "-s", "speculative.method=self_draft", "-s", "kv.memory_fraction=0.0001"
+    some, none = 'speculative.method_options={"layers": 2}', "speculative.method=none"
+    some_layers = cli("doctor", str(DEMO_MODEL), *own, "-s", some).stdout
+    assert "self_draft: 1024 bytes of KV per token beside the model's, no copies of weights" in some_layers
+    quantized = cli("doctor", str(DEMO_MODEL), *own).stdout
+    assert re.search(
+        r"2560 bytes of KV per token beside the model's, copies of weights: \d+\.\d kB", quantized
+    )
+    alone = cli("doctor", str(DEMO_MODEL), *own, "-s", none).stdout
+    tokens = [int(re.findall(r"(\d+) tokens, ", told)[0]) for told in (alone, some_layers, quantized)]
+    assert tokens[0] > 1.3 * tokens[1] > 1.3 * tokens[2], tokens
+
+
 def test_a_model_that_goes_with_no_tier_is_refused(cli: Any, tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     save_tiny(folder, "mistral-window")

@@ -79,11 +79,12 @@ def test_stats_go_to_stderr(cli: Any, made: Any) -> None:
     assert result.stderr == "7 prompt tokens (4 cached), 2 generated\n"
 
 
-def test_speculation_shows_its_gain_on_stderr(cli: Any) -> None:
+@pytest.mark.parametrize("method", ["heads", "self_draft"])
+def test_speculation_shows_its_gain_on_stderr(method: str, cli: Any) -> None:
     question = "Repeat: fox, owl, bear, table, chair, window"
     plain = cli("run", question)
     keys = ("-s", "speculative.adaptive=false")
-    result = cli("run", question, "--speculative", "heads", *keys)
+    result = cli("run", question, "--speculative", method, *keys)
     assert result.stdout == plain.stdout
     assert plain.stderr == ""
     shown = r"(\d\.\d\d) tokens a step, (\d+)% of \d+ proposed tokens accepted, \d+\.\d tokens/s\n"

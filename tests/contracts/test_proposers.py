@@ -16,7 +16,7 @@ from sagellm.engines.speculation import Speculation
 from tests.builders import expected_tokens, fake_engine, request, run_all
 from tests.effort import examples
 
-TREES, OTHERS = "suffix with branches", {"draft_model", "heads", "synthetic"}
+TREES, OTHERS = "suffix with branches", {"draft_model", "heads", "self_draft", "synthetic"}
 PROPOSERS = [*(name for name in registry("proposer").names() if name not in OTHERS), TREES]
 """Those that go by text alone; of the others see their own tests in tests/accel/speculative."""
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)

@@ -116,3 +116,13 @@ def test_a_wrong_number_is_a_400_that_says_what_works(
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], told in error["message"]) == (field, True), error
+
+
+def test_a_part_of_the_model_as_its_draft() -> None:
+    draft = {"speculative.method": "self_draft", "speculative.method_options": {"layers": 4}}
+    with serving(load(None, {"kv.num_blocks": 96})) as live:
+        choices, _ = answered(live, "/v1/completions", BODY)
+    with serving(load(None, {"kv.num_blocks": 96, "speculative.adaptive": False, **draft})) as live:
+        found, _ = answered(live, "/v1/completions", BODY)
+        assert live.metric("sagellm_proposed_tokens_total", position="1") > 0
+    assert without_values(found) == without_values(choices)

@@ -175,7 +175,7 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
         print()
         raise ModelError(f"cannot serve {shown}: {error}") from error
     share, context = config.kv.memory_share(device.name), size.max_model_len
-    room = as_text(int((device.free_bytes - size.weight_bytes) * share))
+    room = as_text(int((device.free_bytes - size.weight_bytes - size.draft_weight_bytes) * share))
     tokens = blocks * config.kv.block_size
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
@@ -197,12 +197,18 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
 
 
 def _speculation(config: Config, size: Footprint) -> Iterator[str]:
-    """What speculative decoding takes, where it is left to the model."""
+    """What speculative decoding takes where it depends on the model."""
     from sagellm.engines.native.from_config import draft_head_of
 
     if config.speculative.method == "auto":
         without = "none, since recurrent states do not go back" if size.state_bytes else "suffix"
         yield f"speculative.method auto: {without if draft_head_of(config) is None else 'heads'}"
+    if size.draft_kv_bytes_per_token:
+        copies = f"copies of weights: {as_text(size.draft_weight_bytes)}"
+        yield (
+            f"speculative.method self_draft: {size.draft_kv_bytes_per_token} bytes of KV per token beside "
+            f"the model's, {copies if size.draft_weight_bytes else 'no copies of weights'}"
+        )
 
 
 def _tiers(config: KVConfig, bytes_per_token: int, pool_tokens: int) -> Iterator[str]:

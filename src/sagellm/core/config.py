@@ -213,8 +213,9 @@ class SpeculativeConfig(Section):
     method: Word = key(
         "none",
         "what proposes tokens: none, prompt_lookup (n-grams of the request's own), suffix (own text and "
-        "earlier outputs), draft_model (method_options: {model: FOLDER}), heads (the model's draft head or "
-        "MTP layer), or auto: heads where the model has one, else suffix; "
+        "earlier outputs), draft_model (method_options: {model: FOLDER}), self_draft (the model with weights "
+        "in int4, or method_options: {layers: N}), heads (the model's draft head or MTP layer), or auto: "
+        "heads where the model has one, else suffix; "
         "synthetic (method_options: {acceptance: 0.7}) is for benchmarks: its answers are made-up tokens",
     )
     method_options: dict[str, Any] = key({}, "options of that method")

@@ -183,9 +183,13 @@ def _engine_around(
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
         speculation=build_speculation(
-            config, capability, build_backend, clock, getattr(backend, "drafter", None),
+            config,
+            capability,
+            build_backend,
+            clock,
+            getattr(backend, "drafter", None),
             getattr(backend, "self_draft", None),
-        ),  # fmt: skip
+        ),
         token_copies=build_token_copies(config.kv, backend),
         recompute_tokens=config.kv.approximate_recompute_tokens,
         clock=clock,

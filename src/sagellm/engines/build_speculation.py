@@ -29,8 +29,8 @@ def build_speculation(
     """The configured proposer, or None for the method "none".
 
     The method "auto" takes what there is. `make_backend`: for a proposer that runs a model; `drafter`: for
-    one that runs the served model's head; `make_self_draft`: for one that runs a part of that model. Raises `ConfigError` for a backend or model that computes no chains
-    of proposed tokens.
+    one that runs the served model's head; `make_self_draft`: for one that runs a part of that model. Raises
+    `ConfigError` for a backend or model that computes no chains of proposed tokens.
     """
     settings = config.speculative
     can_verify = "speculative_decoding" in capability.features
@@ -92,7 +92,7 @@ def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[
 def build_self_draft(
     make: Callable[[], InferenceBackend] | None, options: Mapping[str, Any]
 ) -> tuple[InferenceBackend, dict[str, Any]]:
-    """The backend of a part of the served model, and the options that are left for the proposer."""
+    """The backend of a part of the served model, and the options that are left."""
     if make is None:
         raise ConfigError(
             f"speculative.method {SELF_DRAFT!r} needs a backend that runs a part of its model: set "

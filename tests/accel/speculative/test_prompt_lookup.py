@@ -98,7 +98,7 @@ def test_lengths_that_make_no_sense(longest: int, shortest: int) -> None:
 
 
 def test_it_is_built_by_name() -> None:
-    names = ["draft_model", "heads", "prompt_lookup", "suffix", "synthetic"]
+    names = ["draft_model", "heads", "prompt_lookup", "self_draft", "suffix", "synthetic"]
     assert registry("proposer").names() == names
     assert build_speculation(Config(), ABLE, build_backend) is None
     made = build_speculation(

@@ -149,12 +149,10 @@ class NativeBackend:
             block_bytes = self._schema.bytes_per_block
             if ranks is not None:
                 ranks.barrier()  # all weights are loaded: what is free now is left for KV
-            draft_block_bytes, draft_bytes = self._draft_kv_bytes(block_size, split_kv=split_kv)
-            states = max_num_seqs * self._schema.state_bytes
+            bytes_beside, bytes_kept = self._bytes_beside_pool(block_size, split_kv=split_kv)
             fitting = pool_blocks(
-                self._device, num_blocks, most, block_bytes + draft_block_bytes, kv_memory_bytes,
-                kv_memory_fraction, host_memory_bytes,
-                available_bytes(self._device) // sharing - states - draft_bytes,
+                self._device, num_blocks, most, block_bytes + bytes_beside, kv_memory_bytes,
+                kv_memory_fraction, host_memory_bytes, available_bytes(self._device) // sharing - bytes_kept,
             )  # fmt: skip
             blocks = (fitting if ranks is None else ranks.least(fitting)) * groups
             self._kv = self._pool(blocks, block_size, has_scratch=recording is not None)
@@ -204,7 +202,9 @@ class NativeBackend:
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
         self._packed = loader.linear is not None
         model: DecoderModel | BridgedModel
-        schema = kv_schema(spec, source.layout.kv_windows, loader.compute_dtype, block_size, split_kv=split_kv)
+        schema = kv_schema(
+            spec, source.layout.kv_windows, loader.compute_dtype, block_size, split_kv=split_kv
+        )
         groups = schema.groups
         if isinstance(spec, ModelSpec):
             weights = self._weights(source, loader, progress)
@@ -227,17 +227,15 @@ class NativeBackend:
         """The model whose weights are loaded next. `options` are those of `CheckedModel.of`."""
         return CheckedModel.of(*options)
 
-    def _weights(
-        self, source: CheckedModel, loader: WeightLoader, progress: Progress | None
-    ) -> ModelWeights:
+    def _weights(self, source: CheckedModel, loader: WeightLoader, progress: Progress | None) -> ModelWeights:
         return loader.weights(source.plan, progress)
 
-    def _draft_kv_bytes(self, block_size: int, *, split_kv: bool) -> tuple[int, int]:
-        """Bytes that a draft's KV takes for each block of the pool, and beside that.
+    def _bytes_beside_pool(self, block_size: int, *, split_kv: bool) -> tuple[int, int]:
+        """What is allocated beside the pool: for each of its blocks, and at all.
 
-        The weights are loaded. Here there is no draft (`SelfDraftingBackend`).
+        The weights are loaded. `SelfDraftingBackend` has a draft's KV there.
         """
-        return 0, 0
+        return 0, self._max_num_seqs * self._schema.state_bytes
 
     def _take_head(self, source: CheckedModel, weights: ModelWeights, kernels: KernelSet) -> None:
         """The weights are loaded, with those of the draft head. Here there is none (`HeadedBackend`)."""

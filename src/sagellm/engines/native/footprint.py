@@ -76,9 +76,10 @@ def footprint(
     formats: FormatSource | None = None, split_kv: bool = True, implementation: str = "auto",
     split: Split | None = None, head: Path | None = None, draft: SelfDraftSpec | None = None,
 ) -> Footprint:  # fmt: skip
-    """The footprint of a model folder or a hub name, its `head` and its `draft`. The other options are those
-    of `NativeBackend`. Raises the same errors for a model that cannot be served. With `split` it is of one
-    rank.
+    """The footprint of a model folder or a hub name, with `head` and `draft`.
+
+    The other options are those of `NativeBackend`. Raises the same errors for a model that cannot be served.
+    With `split` it is of one rank.
     """
     source = CheckedModel.of(model, device, max_model_len, quantizer, formats, implementation, split, head)
     spec, plan, quantization = source.spec, source.plan, source.quantization
@@ -111,7 +112,7 @@ def footprint(
 def _weight_bytes(
     loading: WeightLoader, plan: Sequence[Parameter], *, tied: bool
 ) -> tuple[int, set[CodeFormat], str]:
-    """Bytes of the parameters, the formats of those that are quantized, and what keeps others from it."""
+    """Bytes of the parameters, formats of those quantized, and why others are not."""
     held, codes, num_bytes, obstacle = list(plan), set[CodeFormat](), 0, ""
     if loading.quantization.quantizer is not None and tied:  # the tied head is one more matrix
         tables = [parameter for parameter in plan if parameter.name == EMBEDDING]

@@ -1,4 +1,4 @@
-"""How the KV of a model lies in the pool, known before the model is loaded."""
+"""How a model's KV lies in the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft made of the served model's own weights: some of its layers, or all of them quantized."""
+"""A draft of the served model's own weights: some layers, or quantized."""
 
 from __future__ import annotations
 
@@ -38,21 +38,19 @@ class SelfDraftSpec:
     def of(cls, options: Mapping[str, Any], model: ModelSpec, quantized_by: str) -> Self:
         """From `speculative.method_options`; `quantized_by` names the model's quantization, if it has one.
 
-        Raises `ConfigError` for options that make no draft of this model.
+        Without options it is int4. Raises `ConfigError` for options that make no draft of this model.
         """
-        name, layers = options.get("quantization"), _layers(options.get("layers"), model.num_layers)
-        if name is None and layers is None:
-            raise ConfigError(
-                f"{_OPTIONS} say what makes the draft quicker than the model: {_some_layers(model)}, "
-                "quantization: int4 or int8, or both"
-            )
+        layers = _layers(options.get("layers"), model.num_layers)
+        name = options.get("quantization", "int4" if layers is None else None)
         if name is not None and name not in BITS:
-            raise ConfigError(f"{_OPTIONS} quantization is int8 or int4, not {name!r}")
+            raise ConfigError(f"{_OPTIONS} quantization is int4 or int8, not {name!r}")
         if name is not None and quantized_by:
             raise ConfigError(
-                f"{_OPTIONS} quantization {name}: the model is quantized already ({quantized_by}); leave it "
-                f"out and set {_some_layers(model)}"
+                f"{_OPTIONS} quantization {name}: the model is quantized already ({quantized_by}): set "
+                f"layers alone, a number from 1 to {model.num_layers - 1} or a list of layers"
             )
+        if name is None and layers is None:
+            raise ConfigError(f"{_OPTIONS} all layers and no quantization make no quicker draft: set one")
         num_blocks = options.get("num_blocks")
         if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
             raise ConfigError(f"{_OPTIONS} num_blocks is a number of blocks, not {num_blocks!r}")
@@ -75,7 +73,7 @@ class SelfDraftSpec:
         return f"{_LAYER}{self.layers.index(int(index))}.{own}" if int(index) in self.layers else None
 
     def part_of(self, source: CheckedModel, weights: ModelWeights, loader: WeightLoader) -> LoadedPart:
-        """The draft of a model that `loader` has loaded. Quantized matrices alone take memory."""
+        """The draft of a loaded model. Of its weights, quantized matrices alone take memory."""
         assert isinstance(source.spec, ModelSpec)
         spec, quantization = self.spec_of(source.spec), Quantization(self.quantizer)
         matrices = self._kept(weights.matrices)
@@ -110,17 +108,18 @@ def _layers(given: Any, num_layers: int) -> tuple[int, ...] | None:
     """The chosen layers, in order; None for all. Raises `ConfigError` for others than the model has."""
     if given is None:
         return None
-    found = range(given) if isinstance(given, int) and not isinstance(given, bool) else given
-    is_list = isinstance(found, range | list | tuple) and all(type(index) is int for index in found)
-    if not is_list or not 0 < len(found) < num_layers or list(found) != sorted(set(found)):
+    is_list = isinstance(given, list | tuple) and all(type(index) is int for index in given)
+    if is_list:
+        found = tuple(given)
+        is_right = 0 < len(found) < num_layers and found == tuple(sorted(set(found)))
+    else:
+        is_right = type(given) is int and 0 < given < num_layers
+        found = tuple(range(given)) if is_right else ()
+    if not is_right:
         raise ConfigError(
-            f"{_OPTIONS} layers is a number below {num_layers}, as many as the model has, of its first ones, "
-            f"or a list of fewer layers in order, such as [0, {num_layers - 1}]; got {given!r}"
+            f"{_OPTIONS} layers is how many of the first ones, from 1 to {num_layers - 1}, or a list of some "
+            f"in order, such as [0, {num_layers - 1}]; the model has {num_layers}; got {given!r}"
         )
-    if not 0 <= found[0] <= found[-1] < num_layers:
+    if found[0] < 0 or found[-1] >= num_layers:
         raise ConfigError(f"{_OPTIONS} layers: the model has layers 0 to {num_layers - 1}; got {given!r}")
-    return tuple(found)
-
-
-def _some_layers(model: ModelSpec) -> str:
-    return f"layers: a number from 1 to {model.num_layers - 1} or a list of layers"
+    return found

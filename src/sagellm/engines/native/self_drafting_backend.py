@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sagellm.core.protocols.engine import Progress
+from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_schema import kv_schema
 from sagellm.engines.native.loading import CheckedModel, ModelWeights, WeightLoader
@@ -19,6 +20,7 @@ class SelfDraftingBackend(NativeBackend):
     """
 
     _part: LoadedPart
+    _kernel_set: KernelSet
 
     def __init__(self, *, draft: SelfDraftSpec, **options: Any) -> None:
         self._draft, self._options = draft, options
@@ -27,6 +29,9 @@ class SelfDraftingBackend(NativeBackend):
     def self_draft(self) -> NativeBackend:
         """The draft's backend, with KV and rows of its own. Close it first."""
         given = {
+            "kernels": lambda _: (
+                self._kernel_set
+            ),  # those of its matrices, or recorded steps would lack calls
             "num_blocks": self._draft.num_blocks or self._kv.num_blocks // self._schema.num_groups,
             "compute_dtype": dtype_name(self._compute_dtype),
             "kv_memory_bytes": None,
@@ -37,14 +42,15 @@ class SelfDraftingBackend(NativeBackend):
         }
         return PartBackend(self._part, **{**self._options, **given})
 
-    def _weights(
-        self, source: CheckedModel, loader: WeightLoader, progress: Progress | None
-    ) -> ModelWeights:
+    def _weights(self, source: CheckedModel, loader: WeightLoader, progress: Progress | None) -> ModelWeights:
         weights = super()._weights(source, loader, progress)
         self._part = self._draft.part_of(source, weights, loader)
         return weights
 
-    def _draft_kv_bytes(self, block_size: int, *, split_kv: bool) -> tuple[int, int]:
+    def _take_head(self, source: CheckedModel, weights: ModelWeights, kernels: KernelSet) -> None:
+        self._kernel_set = kernels
+
+    def _bytes_beside_pool(self, block_size: int, *, split_kv: bool) -> tuple[int, int]:
         spec, num_blocks = self._part.source.spec, self._draft.num_blocks
         schema = kv_schema(spec, spec.kv_windows, self._compute_dtype, block_size, split_kv=split_kv)
         size = schema.bytes_per_block
@@ -65,9 +71,7 @@ class PartBackend(NativeBackend):
     def _checked(self, *options: Any) -> CheckedModel:
         return self._given.source
 
-    def _weights(
-        self, source: CheckedModel, loader: WeightLoader, progress: Progress | None
-    ) -> ModelWeights:
+    def _weights(self, source: CheckedModel, loader: WeightLoader, progress: Progress | None) -> ModelWeights:
         return self._given.weights
 
     def close(self) -> None:
