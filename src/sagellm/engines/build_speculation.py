@@ -92,7 +92,7 @@ def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[
 def build_self_draft(
     make: Callable[[], InferenceBackend] | None, options: Mapping[str, Any]
 ) -> tuple[InferenceBackend, dict[str, Any]]:
-    """The backend of a part of the served model, and the options that are left."""
+    """The backend of a part of the served model, and the other options."""
     if make is None:
         raise ConfigError(
             f"speculative.method {SELF_DRAFT!r} needs a backend that runs a part of its model: set "

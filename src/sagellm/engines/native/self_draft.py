@@ -52,7 +52,7 @@ class SelfDraftSpec:
         if name is None and layers is None:
             raise ConfigError(f"{_OPTIONS} all layers and no quantization make no quicker draft: set one")
         num_blocks = options.get("num_blocks")
-        if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
+        if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
             raise ConfigError(f"{_OPTIONS} num_blocks is a number of blocks, not {num_blocks!r}")
         made = cls(layers, None if name is None else RoundToNearest(BITS[name]), num_blocks)
         try:
@@ -66,7 +66,7 @@ class SelfDraftSpec:
         return model if self.layers is None else model.with_layers(self.layers)
 
     def name_of(self, name: str) -> str | None:
-        """What a weight of the model is called in the draft; None: the draft has no such weight."""
+        """What the draft calls a weight of the model; None: it lacks it."""
         if self.layers is None or not name.startswith(_LAYER):
             return name
         index, _, own = name.removeprefix(_LAYER).partition(".")
