@@ -28,10 +28,9 @@ class SelfDraftingBackend(NativeBackend):
 
     def self_draft(self) -> NativeBackend:
         """The draft's backend, with KV and rows of its own. Close it first."""
+        kernels = self._kernel_set  # those of its matrices, or recorded steps would lack calls
         given = {
-            "kernels": lambda _: (
-                self._kernel_set
-            ),  # those of its matrices, or recorded steps would lack calls
+            "kernels": lambda _: kernels,
             "num_blocks": self._draft.num_blocks or self._kv.num_blocks // self._schema.num_groups,
             "compute_dtype": dtype_name(self._compute_dtype),
             "kv_memory_bytes": None,
