@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from sagellm.accel.speculative.lengths import PLAIN_STEPS, ChainLengths
+from sagellm.accel.speculative.lengths import LEAST_ASKED, PLAIN_STEPS, ChainLengths
 from sagellm.core.clock import ManualClock
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.speculative import Proposal
+from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Request, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
@@ -68,9 +69,69 @@ def test_a_generation_is_faster_or_as_fast(
     assert spent["plain"] / spent["adaptive"] >= faster
 
 
+class Slow(OftenRight):
+    """Takes as long as a step."""
+
+    def __init__(self, clock: ManualClock, answer: list[int], wrong: float) -> None:
+        super().__init__(5, answer, wrong)
+        self.clock, self.num_calls = clock, 0
+
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        self.num_calls += 1
+        self.clock.advance(0.01)
+        return super().propose_one(request, tokens, num_tokens)
+
+
+class Keeping:
+    """A drafter, as far as it rests; a request that joins makes it ready."""
+
+    keeping_s = 0.001
+
+    def __init__(self) -> None:
+        self.rests, self.is_ready, self.changes = False, True, list[str]()
+
+    def rest(self) -> None:
+        self.rests, self.is_ready = True, False
+        self.changes.append("rest")
+
+    def wake(self) -> None:
+        if self.rests:
+            self.changes.append("wake")
+        self.rests = False
+
+    def draft(self, asked: Sequence[Asked], min_probability: float) -> Sequence[Proposal]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_slow_proposer_without_success_costs_little(overlap: bool) -> None:
+    """It is hardly asked, its drafter rests, and steps are planned ahead again."""
+    right, clock, drafter = (
+        expected_tokens(TokenMemoryBackend(max_model_len=640), range(5), 600),
+        ManualClock(),
+        Keeping(),
+    )
+    proposer = Slow(clock, right, 1.0)
+    speculation = Speculation(proposer, 4, ChainLengths(), clock, drafter)
+    backend = TimedMemory(clock, 0.01, 0.0)
+    engine = fake_engine(backend, speculation=speculation, clock=clock, overlap=overlap)
+    ahead = []
+    plan_ahead = engine._planner.plan_ahead
+    engine._planner.plan_ahead = lambda *args: ahead.append(plan_ahead(*args)) or ahead[-1]  # type: ignore
+    for name in ("a", "b"):
+        engine.add(request(name, range(5), 600))
+        assert run_all(engine)[name] == right
+        drafter.is_ready = not drafter.rests  # the next request has joined
+    assert LEAST_ASKED <= proposer.num_calls <= 30
+    assert drafter.changes[:2] == ["rest", "wake"], "awake for a trial, which needs another request"
+    if overlap:
+        assert sum(planned is not None for planned in ahead) > 1000
+    engine.close()
+
+
 def test_counts_are_by_position() -> None:
     right = expected_tokens(TokenMemoryBackend(), range(5), 40)
-    speculation = Speculation(OftenRight(5, right, 0.0), 3, ChainLengths())
+    speculation = Speculation(OftenRight(5, right, 0.0), 3, ChainLengths(), ManualClock())
     engine = fake_engine(speculation=speculation)
     engine.add(request("a", range(5), 40))
     run_all(engine)

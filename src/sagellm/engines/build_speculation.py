@@ -73,7 +73,7 @@ def build_speculation(
             draft.close()
             raise
     lengths = ChainLengths() if settings.adaptive else None
-    return Speculation(proposer, settings.num_tokens, lengths, clock)
+    return Speculation(proposer, settings.num_tokens, lengths, clock, drafter if "drafter" in given else None)
 
 
 def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[str, Any]:

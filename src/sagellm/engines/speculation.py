@@ -15,7 +15,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Chain, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import SpeculationCounts
-from sagellm.core.protocols.speculative import Asked, Proposal, Proposer
+from sagellm.core.protocols.speculative import Asked, Proposal, Proposer, TokenDrafter
 from sagellm.core.token_trees import ROOT, depths_of, is_chain, path_along
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
@@ -24,11 +24,12 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch
 class Speculation:
     """Owns a proposer for the life of an engine. `num_tokens`: the most that it may propose for a request and
     step, unless a pass sets another number. `lengths` decides how many of them are verified; None: all.
-    Closes the proposer."""
+    `drafter`: what the proposer draws with, if that is the served model's head; it rests where proposals do
+    not pay and its own keeping costs. Closes the proposer."""
 
     def __init__(
         self, proposer: Proposer, num_tokens: int, lengths: ChainLengths | None = None,
-        clock: Clock | None = None,
+        clock: Clock | None = None, drafter: TokenDrafter | None = None,
     ) -> None:  # fmt: skip
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}: leave the proposer out")
@@ -38,10 +39,12 @@ class Speculation:
         self._accepted: list[int] = []
         self._saved_s = 0.0
         self._proposing_s = 0.0
-        """Of the last call of the proposer."""
+        self._longest: int | None = None
+        """Of the last call of the proposer, its time and the longest proposal; None: not asked in the step."""
         self._trees: dict[int, Proposal] = {}
         """By row, the trees of the step."""
         self._proposer, self._lengths, self._clock = proposer, lengths, clock or MonotonicClock()
+        self._drafter = drafter
 
     @property
     def num_proposed(self) -> int:
@@ -54,6 +57,18 @@ class Speculation:
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(tuple(self._proposed), tuple(self._accepted), self._saved_s)
 
+    def should_ask(self, num_rows: int, num_prompt_tokens: int = 0) -> bool:
+        """Whether to propose anything in a step of so many requests in decode. Proposals have not paid else.
+
+        The step may be planned ahead then.
+        """
+        lengths, drafter = self._lengths, self._drafter
+        if lengths is None:
+            return True
+        if not lengths.should_ask(num_rows, num_prompt_tokens):
+            return False
+        return drafter is None or drafter.is_ready or drafter.rests
+
     def propose(self, binding: Binding, decodes: DecodeBatch, kv: KVCacheManager) -> None:
         """Fill the proposals of a bound draft.
 
@@ -63,6 +78,14 @@ class Speculation:
         """
         draft = binding.draft
         self._trees.clear()
+        self._proposing_s, self._longest = 0.0, None
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks.values())
+        num_rows = len(decodes) or len(draft.chunks)
+        if not self.should_ask(num_rows, num_prompt_tokens):
+            self._rest(num_rows)
+            return
+        if self._drafter is not None:
+            self._drafter.wake()
         found = self._ask(draft, decodes)
         if found and self._lengths is not None:
             found = self._shortened(found, draft, self._lengths)
@@ -77,6 +100,14 @@ class Speculation:
             if proposal.token_ids:
                 draft.proposals[state] = proposal.token_ids
 
+    def _rest(self, num_rows: int) -> None:
+        """Let the drafter rest where it costs more than it gives. No step is in flight."""
+        lengths, drafter = self._lengths, self._drafter
+        if lengths is None or drafter is None or drafter.rests or lengths.pays(num_rows):
+            return
+        if not lengths.is_trial_due(num_rows) and lengths.is_much(drafter.keeping_s, num_rows):
+            drafter.rest()
+
     def _ask(self, draft: Draft, decodes: DecodeBatch) -> list[tuple[RequestState, Proposal]]:
         budget, lengths = draft.token_budget - draft.num_tokens, self._lengths
         most = min(draft.num_draft_tokens, budget)
@@ -87,7 +118,6 @@ class Speculation:
                 continue
             if lengths is None or lengths.may_propose(state.request_id):
                 asked.append((state, min(most, remaining - 1, most if own is None else own)))
-        self._proposing_s = 0.0
         if not asked:
             return []
         if lengths is not None:
@@ -97,9 +127,9 @@ class Speculation:
             [Asked(state.request, state.tokens, min(most, wanted)) for state, wanted in asked]
         )
         self._proposing_s = self._clock.now() - began_s
+        self._longest = max(len(each.token_ids) for each in proposals)
         if lengths is not None:
-            longest = max(len(each.token_ids) for each in proposals)
-            lengths.proposing_took(longest, self._proposing_s)
+            lengths.proposing_took(self._longest, self._proposing_s)
         found: list[tuple[RequestState, Proposal]] = []
         for (state, wanted), proposal in zip(asked, proposals, strict=True):
             proposal = proposal.first(min(wanted, budget))
@@ -128,8 +158,11 @@ class Speculation:
         if self._lengths is not None:
             num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
             self._lengths.step_took(num_rows, plan.num_prefill_tokens, num_proposed, spent_s)
+            if self._longest is not None:
+                accepted, longest = sum(result.num_accepted), self._longest
+                self._lengths.asking_gave(num_rows, plan.num_prefill_tokens, num_proposed, accepted, longest)
             self._saved_s -= self._proposing_s  # also where none of it is verified
-            self._proposing_s = 0.0
+            self._proposing_s, self._longest = 0.0, None
         if not plan.chains:
             return
         names = {state.row: state.request_id for state in draft.proposals}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.accel.speculative.lengths import (
     FIRST_PAUSE,
+    LEAST_ASKED,
     PLAIN_EVERY,
     PLAIN_STEPS,
     ChainLengths,
@@ -45,7 +46,7 @@ def learned(seconds: Seconds, sizes: range, num_rows: int = 1) -> ChainLengths:
     lengths = ChainLengths()
     for _ in range(PLAIN_STEPS):
         lengths.step_took(num_rows, 0, 0, seconds(num_rows))
-    for size in (*sizes, *sizes):
+    for size in (*sizes, *sizes, *sizes):
         lengths.step_took(num_rows, 0, size - num_rows, seconds(size))
     return lengths
 
@@ -63,6 +64,19 @@ def test_times_are_the_median_of_what_was_seen() -> None:
     assert times.seconds(5) == times.seconds(64) == pytest.approx(0.02, rel=0.02)
     times.observe(5, 0.0)
     assert times.seconds(5) == pytest.approx(0.02, rel=0.02)
+
+
+def test_delayed_steps_of_one_size_leave_the_others_as_they_were() -> None:
+    """The level follows what is measured, and does not stray from it."""
+    draw, times = random.Random(1), MeasuredTimes()
+    for _ in range(20):
+        for size in (1, 5):
+            times.observe(size, flat(size))
+    for _ in range(20_000):
+        delay = draw.choice((1, 1, 1, 1.5, 8)) if draw.random() < 0.3 else 1
+        times.observe(1, flat(1) * draw.uniform(0.95, 1.05) * delay)
+    assert times.seconds(1) == pytest.approx(flat(1), rel=0.1)
+    assert times.seconds(5) == pytest.approx(flat(5), rel=0.3)
 
 
 def test_times_follow_a_context_that_grows() -> None:
@@ -144,7 +158,7 @@ def test_tokens_of_a_tree_count_with_their_paths() -> None:
 
 def test_chains_do_not_hold_up_prompts() -> None:
     lengths = learned(lambda size: 0.01 + 0.0001 * size, range(2, 10))
-    for size in (500, 600, 700, 500, 600, 700):
+    for size in 3 * (500, 600, 700):
         lengths.times.observe(size, 0.01 + 0.0001 * size)
     lengths.verified("a", 12, 11)
     assert lengths.choose([("a", unknown(4))], 1, 0) == [4]
@@ -239,3 +253,41 @@ def test_a_quick_proposer_is_asked_for_all_and_a_slow_one_for_what_pays() -> Non
         lengths.proposing_took(1, 0.0101)
         lengths.proposing_took(8, 0.08)
     assert lengths.worth_proposing(["a"], 1, 8) == 1
+
+
+def asked(lengths: ChainLengths, num_steps: int, num_rows: int, num_accepted: int) -> tuple[int, float]:
+    """Decode with a proposer that takes half a step; returns how often it was asked and all time."""
+    count, spent_s = 0, 0.0
+    for _ in range(num_steps):
+        proposed, accepted, longest = 0, 0, None
+        if lengths.should_ask(num_rows, 0):
+            count, longest = count + 1, 4
+            lengths.proposing_took(4, 0.005)
+            [proposed] = lengths.choose([("a", unknown(4))], num_rows, 0)
+            accepted, spent_s = min(proposed, num_accepted), spent_s + 0.005
+        took_s = flat(num_rows + proposed)
+        spent_s += took_s
+        lengths.step_took(num_rows, 0, proposed, took_s)
+        if longest is not None:
+            lengths.asking_gave(num_rows, 0, proposed, accepted, longest)
+        if proposed:
+            lengths.verified("a", proposed, accepted)
+    return count, spent_s
+
+
+def test_a_slow_proposer_that_does_not_pay_is_seldom_asked() -> None:
+    """What asking takes is in the hundredth for trials. Other numbers of rows decide for themselves."""
+    lengths = ChainLengths()
+    count, spent_s = asked(lengths, 3000, 1, 0)
+    assert LEAST_ASKED < count < 100
+    assert spent_s <= 1.015 * 3000 * flat(1)
+    assert not lengths.pays(1)
+    assert lengths.pays(4), "four rows were never asked about"
+
+
+def test_a_slow_proposer_that_pays_again_is_asked_again() -> None:
+    lengths = ChainLengths()
+    asked(lengths, 600, 1, 0)
+    count, _ = asked(lengths, 2000, 1, 4)
+    assert count > 1000
+    assert lengths.pays(1)

@@ -302,6 +302,13 @@ class HeadedSteps(RuleBasedStateMachine):
         running = self.driver.running
         self.driver.preempt(running[which % len(running)])
 
+    @rule(rests=st.booleans())
+    def rest(self, rests: bool) -> None:
+        """Requests that run meanwhile get no proposals, others do."""
+        drafter = self.backend.drafter
+        drafter.rest() if rests else drafter.wake()
+        assert not (rests and drafter.is_ready)
+
     @precondition(lambda self: self.driver.running and not self.driver.joining)
     @rule()
     def fail(self) -> None:

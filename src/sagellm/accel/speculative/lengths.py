@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +32,8 @@ TRIED_TOKENS = 1
 """Proposed tokens of a trial, which is made although it is not expected to pay."""
 TRIAL_SHARE = 0.01
 """Of the time of all steps, what trials may lose."""
+KEEPING_SHARE = 0.003
+"""Of a step, what may go into hidden states for a head that is not asked."""
 QUICK = 0.01
 """A proposer that takes less than so much of a step is quick."""
 ESTIMATE_CLASSES = 1.0
@@ -39,32 +41,46 @@ ESTIMATE_CLASSES = 1.0
 LEAST_CHANCE, MOST_CHANCE = 0.001, 0.999
 Estimates = Sequence[float | None]
 """Of the tokens of a chain, what a proposer takes for their chances; None where it takes nothing."""
+LEAST_ASKED, ASKED_WEIGHT = 4, 1 / 8
+"""Calls of a slow proposer until it is known whether it pays, and what the last one counts at least."""
+MOST_LOST = 2.0
+"""Plain steps that one call counts as lost at most: some record or compile what later ones reuse."""
+LIKELY = 0.5
+"""Tokens of at least this chance are verified where a slow proposer is tried: it costs as much with one."""
 PLAIN_STEPS, PLAIN_EVERY = 3, 100
 """Chains are compared with at least so many steps without any, and one is made again after so many steps."""
 EXACT_POSITIONS, PARTS_OF_OCTAVE = 64, 16
 NUM_SAMPLES = 9
-LEVEL_WEIGHT = 0.1
+"""A class has the lower quartile of its first times: what delays a step is seldom its own."""
+LEVEL_WEIGHT, RATIO_WEIGHT = 0.1, 0.02
+MOST_ERROR = math.log(1.5)
+"""Of one time, as far as it counts."""
 
 
 class MeasuredTimes:
     """Seconds by size: a step by its positions, a proposer by its tokens.
 
-    Sizes up to 64 are kept apart, larger ones in 16 classes for each power of two. A class has the median of
-    its last samples, relative to a level that follows slow changes (a context that grows, other load). The
-    first step of a class is left out: it may record or compile what later ones reuse.
+    Sizes up to 64 are kept apart, larger ones in 16 classes for each power of two. A class has a ratio to a
+    level that follows slow changes (a context that grows, other load) for all classes. The first step of a
+    class is left out: it may record or compile what later ones reuse.
     """
 
     def __init__(self) -> None:
         self._level_s = 0.0
         self._begun: set[int] = set()
-        self._samples: dict[int, deque[float]] = {}
+        self._samples: dict[int, list[float]] = {}
+        """The first ratios of a class. Once there are enough, its ratio follows in small steps."""
         self._classes: list[int] = []
         self._sizes: list[float] = []
         self._ratios: list[float] = []
-        """By class, its samples' mean size, which follows, and median ratio to the level."""
+        """By class with enough samples, their mean size, which follows, and ratio to the level."""
 
     def observe(self, num_positions: int, seconds: float) -> None:
-        """Ignores what took no time, as with a scripted clock."""
+        """Ignores what took no time, as with a scripted clock.
+
+        A class that is known moves the level, and its own ratio less, in the same direction. So the level
+        strays no further than what is measured, and classes that are not measured meanwhile stay right.
+        """
         if seconds <= 0 or num_positions < 1:
             return
         size_class = _size_class(num_positions)
@@ -73,18 +89,23 @@ class MeasuredTimes:
             return
         if not self._samples:
             self._level_s = seconds
+        samples = self._samples.setdefault(size_class, [])
         place = bisect.bisect_left(self._classes, size_class)
-        if size_class not in self._samples:
-            self._samples[size_class] = deque(maxlen=NUM_SAMPLES)
-            self._classes.insert(place, size_class)
-            self._sizes.insert(place, 0.0)
-            self._ratios.insert(place, 0.0)
-        samples = self._samples[size_class]
-        samples.append(seconds / self._level_s)
+        if len(samples) == NUM_SAMPLES:
+            error = math.log(seconds / (self._level_s * self._ratios[place]))
+            error = min(max(error, -MOST_ERROR), MOST_ERROR)
+            self._level_s *= math.exp(LEVEL_WEIGHT * error)
+            self._ratios[place] *= math.exp(RATIO_WEIGHT * error)
+        else:
+            samples.append(seconds / self._level_s)
+            if len(samples) == 1 and self._classes:  # perhaps a step that was delayed
+                return
+            if place == len(self._classes) or self._classes[place] != size_class:
+                self._classes.insert(place, size_class)
+                self._sizes.insert(place, float(num_positions))
+                self._ratios.insert(place, 0.0)
+            self._ratios[place] = sorted(samples)[len(samples) // 4]
         self._sizes[place] += (num_positions - self._sizes[place]) / len(samples)
-        self._ratios[place] = ratio = sorted(samples)[len(samples) // 2]
-        now_s = min(max(seconds / ratio, self._level_s / 2), self._level_s * 2)
-        self._level_s += LEVEL_WEIGHT * (now_s - self._level_s)
 
     def seconds(self, num_positions: int) -> float:
         """Between known sizes a line; beyond them as long as the nearest. 0 before the first step."""
@@ -168,6 +189,25 @@ class _Pause:
     estimates: Estimates = ()
 
 
+@dataclass(slots=True)
+class _Asked:
+    """What asking a proposer has gained, in plain steps: the mean, in which old calls fade, and the last."""
+
+    count: int = 0
+    mean: float = 0.0
+    last: float = 0.0
+
+    def add(self, gained: float) -> None:
+        self.count += 1
+        self.mean += max(1 / self.count, ASKED_WEIGHT) * (gained - self.mean)
+        self.last = gained
+
+    @property
+    def pays(self) -> bool:
+        """Or may pay: little is known, or it has paid in the last call."""
+        return self.count < LEAST_ASKED or self.mean >= 0 or self.last >= 0
+
+
 class ChainLengths:
     """Owns what an engine knows of acceptance and of step times."""
 
@@ -180,6 +220,10 @@ class ChainLengths:
         """Of all steps, and what trials were expected to lose."""
         self.proposing = MeasuredTimes()
         """Of calls of the proposer, by the longest proposal."""
+        self._asked: dict[int, _Asked] = {}
+        """By power of two of the rows, what a slow proposer has gained."""
+        self._is_trial = False
+        """Whether a slow proposer is asked though it does not pay."""
         self._has_estimates = False
         self._plain: dict[int, tuple[int, int]] = {}
         """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
@@ -192,6 +236,50 @@ class ChainLengths:
         if not num_prompt_tokens and not num_proposed:
             num_before, _ = self._plain.get(num_rows.bit_length(), (0, 0))
             self._plain[num_rows.bit_length()] = num_before + 1, self._num_steps
+
+    def should_ask(self, num_rows: int, num_prompt_tokens: int) -> bool:
+        """Whether to ask the proposer about any request of a step.
+
+        A quick one always is. A slow one is not where it has not paid for as many requests, but for trials;
+        nor in a step without chains.
+        """
+        self._is_trial = False
+        if self.pays(num_rows):
+            return bool(num_prompt_tokens) or self._is_quick or not self._needs_plain_step(num_rows)
+        if self._is_quick:
+            return True
+        self._is_trial = not num_prompt_tokens and self.is_trial_due(num_rows)
+        return self._is_trial
+
+    def is_trial_due(self, num_rows: int) -> bool:
+        """Whether a slow proposer may be tried that has not paid with so many rows."""
+        lost_s = max(0.0, -self._asked[num_rows.bit_length()].mean) * self.times.seconds(num_rows)
+        return self._trials_s + lost_s <= TRIAL_SHARE * self._spent_s
+
+    def pays(self, num_rows: int) -> bool:
+        """Whether asking the proposer pays with so many rows, or may."""
+        asked = self._asked.get(num_rows.bit_length())
+        return asked is None or asked.pays
+
+    def is_much(self, seconds: float, num_rows: int) -> bool:
+        """Whether so long matters beside a step."""
+        return seconds > KEEPING_SHARE * self.times.seconds(num_rows)
+
+    def asking_gave(
+        self, num_rows: int, num_prompt_tokens: int, num_proposed: int, num_accepted: int, longest: int
+    ) -> None:
+        """A step in which the proposer was asked has verified so many tokens.
+
+        `longest`: of its proposals. What it took in all counts, against the tokens that were accepted.
+        """
+        num_others = num_rows + num_prompt_tokens
+        plain_s = self.times.seconds(num_others)
+        step_s = self.times.seconds(num_others + num_proposed) + self.proposing.seconds(max(1, longest))
+        gained_s = plain_s * (1 + num_accepted / num_others) - step_s
+        asked = self._asked.setdefault(num_rows.bit_length(), _Asked())
+        if not asked.pays or asked.mean < 0:
+            self._trials_s += max(0.0, -gained_s)
+        asked.add(max(gained_s / (plain_s or 1.0), -MOST_LOST))
 
     def may_propose(self, request_id: str) -> bool:
         """Whether to ask the proposer in this step. Each call shortens a pause by one.
@@ -210,8 +298,8 @@ class ChainLengths:
         return self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
-        """The proposer has taken so long for proposals of up to so many tokens."""
-        self.proposing.observe(num_tokens, seconds)
+        """The proposer has taken so long for proposals of up to so many tokens, perhaps none."""
+        self.proposing.observe(max(1, num_tokens), seconds)
 
     def worth_proposing(self, request_ids: Sequence[str], num_rows: int, most: int) -> int:
         """How many tokens to ask for, 1 to `most`, to make most per second.
@@ -243,7 +331,7 @@ class ChainLengths:
         not hold up prompts. A request that gets none pauses, and is tried with one token afterwards.
         Costs O(n log n) in the proposed tokens.
         """
-        if not num_prompt_tokens and self._needs_plain_step(num_rows):
+        if not num_prompt_tokens and not self._is_trial and self._needs_plain_step(num_rows):
             return [0] * len(proposals)
         num_others = num_rows + num_prompt_tokens
         chances: list[tuple[float, int]] = []
@@ -262,11 +350,14 @@ class ChainLengths:
             now = expected / (self.times.seconds(num_others + number) or 1.0)
             if now >= speed:
                 num_best, speed, gain = number, now, expected - num_others
+        if self._is_trial:
+            num_best = max(num_best, sum(chance >= LIKELY for chance, _ in chances))
         lengths = Counter(index for _, index in chances[:num_best])
         longest = max(lengths.values(), default=0)
         step_s = self.times.seconds(num_others + num_best) + (longest and self.proposing.seconds(longest))
         speed = (num_others + gain) / (step_s or 1.0)
-        if speed * (plain_s or 1.0) - num_others < LEAST_GAIN * len(proposals):
+        is_gain = speed * (plain_s or 1.0) - num_others >= LEAST_GAIN * len(proposals)
+        if not is_gain and not self._is_trial:
             lengths.clear()
         return [
             self._with_pause(name, estimates, lengths[index], num_others)

@@ -128,7 +128,25 @@ class Proposer(Protocol):
 
 
 class TokenDrafter(Protocol):
-    """Draws tokens from the served model's hidden states: a backend's draft head."""
+    """Draws tokens from the served model's hidden states: a backend's draft head.
+
+    It keeps them up to date with each step, unless it rests.
+    """
+
+    keeping_s: float
+    """What that takes for a step."""
+
+    rests: bool
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a request for which it can draw."""
+
+    def rest(self) -> None:
+        """Forget all requests, and keep nothing of those that join until `wake`."""
+
+    def wake(self) -> None:
+        """Keep hidden states of requests that join from now on."""
 
     def draft(self, asked: Sequence[Asked], min_probability: float) -> Sequence[Proposal]:
         """A proposal for each request, in the order asked.

@@ -30,8 +30,14 @@ from sagellm.engines.native.sampler import NO_TOKEN, Draw, RowSampler, sample
 
 MOST_TOKENS = 16
 """Proposed for a row at most."""
-MOST_HELD = 32
-"""Hidden states of a row that are kept; before there are more, the KV of their tokens is written."""
+MOST_COMPUTED = MOST_TOKENS + 1
+"""Tokens of a row that one pass of a head computes. The KV of more is written before."""
+KEEPING_WEIGHT = 0.1
+MOST_HELD = 64
+"""Hidden states of a row that are kept; before there are more, the KV of their tokens is written.
+
+So requests that are short, or not asked about, cost a copy of a hidden state for each token.
+"""
 
 
 HiddenRows: TypeAlias = Any
@@ -158,11 +164,31 @@ class HeadDrafter:
         self.steps: RecordedSteps | None = None
         self._held: dict[int, HeadRow] = {}
         self._row_of: dict[str, int] = {}
+        self.rests = False
+        self.keeping_s = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._held)
+
+    def rest(self) -> None:
+        """KV of the tokens of requests that join meanwhile is not written: such requests get no proposals.
+
+        Others that share their prefix get worse ones.
+        """
+        self.rests = True
+        self._held.clear()
+        self._row_of.clear()
+
+    def wake(self) -> None:
+        self.rests = False
 
     # -- what steps compute
 
     def apply(self, plan: ExecutionPlan) -> None:
         """The backend's rows have changed as the plan says. Nothing is computed yet."""
+        if self.rests:
+            return
         for row in plan.left:
             self._drop(row)
         for join in plan.joined:
@@ -174,7 +200,12 @@ class HeadDrafter:
         for row in plan.decode_rows:
             held = self._held.get(row)
             if held is not None and held.count + most > MOST_HELD + 1:
-                self._flush(row)
+                half = (MOST_HELD + 1) // 2  # others go along, as the next step would soon write them
+                self._flush([r for r in plan.decode_rows if r == row or self._num_held(r) > half])
+
+    def _num_held(self, row: int) -> int:
+        held = self._held.get(row)
+        return 0 if held is None else held.count
 
     def _drop(self, row: int) -> None:
         held = self._held.pop(row, None)
@@ -182,26 +213,36 @@ class HeadDrafter:
             del self._row_of[held.request_id]
 
     def prefilled(self, plan: ExecutionPlan, inputs: StepInputs, hidden: torch.Tensor) -> None:
-        """Take in the prompts of a step. `hidden` [T, hidden] are the model's last ones of all its tokens."""
-        first = first_prompt = len(plan.decode_rows) + plan.num_proposed_tokens
-        before: list[torch.Tensor] = []
+        """Take in the prompts of a step. `hidden` [T, hidden] are the model's last ones of all its tokens.
+
+        Short ones are kept as tokens in decode are; the KV of longer ones is written.
+        """
+        first = len(plan.decode_rows) + plan.num_proposed_tokens
+        written: list[tuple[slice, torch.Tensor]] = []
         for op in plan.prefills:
-            held = self._held[op.row]
+            held, own = self._held.get(op.row), slice(first, first + op.num_tokens)
+            first = own.stop
+            if held is None:
+                continue
             if held.num_computed != op.start:  # a step that has failed is repeated
                 held.start, held.count = op.start, 1
                 self._hidden[op.row, 0].zero_()
-            self._flush(op.row)
-            before += [self._hidden[op.row, :1], hidden[first : first + op.num_tokens - 1]]
-            first += op.num_tokens
-        own = slice(first_prompt, first)
-        slots = inputs.slots[self._group][own]
-        self._write(inputs.tokens[own], inputs.positions[own], inputs.max_position, slots, torch.cat(before))
-        first = first_prompt
-        for op in plan.prefills:
-            first += op.num_tokens
-            held = self._held[op.row]
-            held.start, held.count = op.start + op.num_tokens, 1
-            self._hidden[op.row, 0] = hidden[first - 1]
+            if held.count + op.num_tokens <= MOST_HELD + 1:
+                stop = held.count + op.num_tokens
+                self._hidden[op.row, held.count : stop] = hidden[own]
+                held.count = stop
+            else:
+                self._flush([op.row])
+                written.append((own, torch.cat((self._hidden[op.row, :1], hidden[own][:-1]))))
+                held.start, held.count = op.start + op.num_tokens, 1
+                self._hidden[op.row, 0] = hidden[own.stop - 1]
+        if written:
+            tokens, positions, slots = (
+                torch.cat([column[own] for own, _ in written])
+                for column in (inputs.tokens, inputs.positions, inputs.slots[self._group])
+            )
+            before = torch.cat([rows for _, rows in written])
+            self._write(tokens, positions, inputs.max_position, slots, before)
 
     def decoded(self, plan: ExecutionPlan, hidden: torch.Tensor, num_drawn: Sequence[int]) -> None:
         """Take in rows in decode. `hidden` has their positions in the plan's order, of chains all.
@@ -213,7 +254,10 @@ class HeadDrafter:
         targets: list[int] = []
         first = 0
         for row, position, count in zip(plan.decode_rows, plan.decode_positions, num_drawn, strict=True):
-            held = self._held[row]
+            held = self._held.get(row)
+            if held is None:
+                first += 1 + sizes.get(row, 0)
+                continue
             num_new = count
             if held.num_computed != position or held.count + count > MOST_HELD + 1:
                 held.start, held.count, num_new = position + count, 0, 1
@@ -228,21 +272,31 @@ class HeadDrafter:
         elif sources:
             self._rows_held[targets] = as_rows(hidden)[sources]
 
+    def keeping_took(self, seconds: float) -> None:
+        """A step's hidden states were taken in. A step that was delayed counts little."""
+        bounded = min(seconds, 2 * self.keeping_s) if self.keeping_s else seconds
+        self.keeping_s += KEEPING_WEIGHT * (bounded - self.keeping_s) if self.keeping_s else seconds
+
     @torch.inference_mode()
-    def _flush(self, row: int) -> None:
-        """Write the KV of the tokens behind known hidden states. Then only the last state is kept."""
-        held, own = self._held[row], self._rows.row(row)
-        if held.count == 1 or not self._has_blocks(held, own):
+    def _flush(self, rows: Sequence[int]) -> None:
+        """Write the KV of the tokens behind known hidden states. Then only the last state of each is kept."""
+        tokens, positions, slots = array("i"), array("q"), array("q")
+        before: list[torch.Tensor] = []
+        size = self._kv.block_size
+        for row in rows:
+            held, own = self._held[row], self._rows.row(row)
+            if held.count > 1 and self._has_blocks(held, own):
+                places, table = range(held.start, held.num_computed), own.tables[self._group]
+                tokens.extend(own.tokens[held.start : held.num_computed])
+                positions.extend(places)
+                slots.extend(table[p // size] * size + p % size for p in places)
+                before.append(self._hidden[row, : held.count - 1])
+        if before:
+            columns = map(torch.tensor, (tokens, positions, slots))
+            token_ids, at, where = (to_device(column, self._device) for column in columns)
+            self._write(token_ids, at, max(positions), where, torch.cat(before))
+        for row in rows:
             self._keep_last(row)
-            return
-        stop, size, table = held.num_computed, self._kv.block_size, own.tables[self._group]
-        positions = torch.arange(held.start, stop)
-        tokens = torch.tensor(own.tokens[held.start : stop], dtype=torch.int32)
-        slots = torch.tensor([table[p // size] * size + p % size for p in range(held.start, stop)])
-        inputs = (to_device(tensor, self._device) for tensor in (tokens, positions, slots))
-        token_ids, places, where = inputs
-        self._write(token_ids, places, stop - 1, where, self._hidden[row, : held.count - 1])
-        self._keep_last(row)
 
     def _has_blocks(self, held: HeadRow, own: BatchRow) -> bool:
         """Whether the tokens behind known hidden states still have blocks.
@@ -276,6 +330,9 @@ class HeadDrafter:
         drafts = [draft for i, each in enumerate(asked) if (draft := self._begin(i, each)) is not None]
         if not drafts:
             return proposals
+        behind = [draft.row for draft in drafts if self._num_held(draft.row) > MOST_COMPUTED]
+        if behind:
+            self._flush(behind)
         computed = self._first(drafts)
         going = drafts
         while True:

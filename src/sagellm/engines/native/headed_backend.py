@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -64,15 +65,21 @@ class HeadedBackend(NativeBackend):
         self.drafter.apply(plan)
 
     def _compute(self, plan: ExecutionPlan) -> StepResult:
-        result = super()._compute(plan)
+        result, drafter = super()._compute(plan), self.drafter
+        if drafter.rests:
+            return result
+        began_s = time.perf_counter()
         num_drawn = result.num_drawn(plan) if plan.chains else [1] * len(plan.decode_rows)
-        self.drafter.decoded(plan, self._hidden, num_drawn)
+        drafter.decoded(plan, self._hidden, num_drawn)
+        drafter.keeping_took(time.perf_counter() - began_s)
         return result
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
+        if self.drafter.rests:
+            return super()._logits(plan)
         if self._steps is not None and self._steps.can_run(plan):
             logits = self._steps.logits(plan, self._rows)
-            self._hidden = self._steps.hidden(len(logits))
+            self._hidden = self._steps.hidden(len(plan.decode_rows) + plan.num_proposed_tokens)
             return logits
         with torch.inference_mode():
             self._hidden = self._last_hidden(plan)
@@ -82,6 +89,8 @@ class HeadedBackend(NativeBackend):
     def _logits_and_scores(
         self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        if self.drafter.rests:
+            return super()._logits_and_scores(plan, scored)
         hidden = self._last_hidden(plan, scored)
         self._hidden, others = hidden.tensor_split([len(plan.sample_rows) + plan.num_proposed_tokens])
         found = prompt_logprobs(self._model.head, others, scored, self._spec.vocab_size)

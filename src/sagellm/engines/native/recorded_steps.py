@@ -183,7 +183,8 @@ class RecordedSteps:
 
     def hidden(self, rows: int) -> torch.Tensor:
         """The input of the model's head in the last step [rows, hidden]; as `logits`."""
-        return self._hidden[self._size(rows)][:rows]
+        size = self._size(rows)
+        return self._hidden[size] if size == rows else self._hidden[size][:rows]
 
     @cached_property
     def _with_trees(self) -> RecordedSteps:
