@@ -19,7 +19,8 @@ from sagellm.engines.build import load
 from sagellm.engines.llm import LLM, RequestOptions
 
 RULES = (
-    EarlyStop(2), EarlyStop(4), EarlyStop(4, growth=2), EarlyStop(4, growth=4), EarlyStop(8),
+    EarlyStop(2, growth=1), EarlyStop(4, growth=1), EarlyStop(4, growth=2), EarlyStop(4, growth=4),
+    EarlyStop(8, growth=1),
     EarlyStop(4, 0.9), EarlyStop(4, 0.95), EarlyStop(4, 0.99),
 )  # fmt: skip
 

@@ -10,8 +10,11 @@ import pytest
 from sagellm.accel.speculative.lengths import LEAST_ASKED, PLAIN_STEPS, ChainLengths
 from sagellm.core.clock import ManualClock
 from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import Request, Tokens
+from sagellm.engines.overlap import InFlightStep, PlannedStep
+from sagellm.engines.planner import Planner
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from tests.builders import OneByOne, expected_tokens, fake_engine, request, run_all
@@ -104,7 +107,7 @@ class Keeping:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_slow_proposer_without_success_costs_little(overlap: bool) -> None:
+def test_a_slow_proposer_without_success_costs_little(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is hardly asked, its drafter rests, and steps are planned ahead again."""
     right, clock, drafter = (
         expected_tokens(TokenMemoryBackend(max_model_len=640), range(5), 600),
@@ -115,9 +118,14 @@ def test_a_slow_proposer_without_success_costs_little(overlap: bool) -> None:
     speculation = Speculation(proposer, 4, ChainLengths(), clock, drafter)
     backend = TimedMemory(clock, 0.01, 0.0)
     engine = fake_engine(backend, speculation=speculation, clock=clock, overlap=overlap)
-    ahead = []
-    plan_ahead = engine._planner.plan_ahead
-    engine._planner.plan_ahead = lambda *args: ahead.append(plan_ahead(*args)) or ahead[-1]  # type: ignore
+    ahead: list[PlannedStep | None] = []
+    plan_ahead = Planner.plan_ahead
+
+    def noted(planner: Planner, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
+        ahead.append(plan_ahead(planner, in_flight, view))
+        return ahead[-1]
+
+    monkeypatch.setattr(Planner, "plan_ahead", noted)
     for name in ("a", "b"):
         engine.add(request(name, range(5), 600))
         assert run_all(engine)[name] == right

@@ -39,8 +39,10 @@ class Speculation:
         self._accepted: list[int] = []
         self._saved_s = 0.0
         self._proposing_s = 0.0
-        self._longest: int | None = None
-        """Of the last call of the proposer, its time and the longest proposal; None: not asked in the step."""
+        self._kept_s = 0.0
+        """What keeping hidden states has taken since the last call of the proposer."""
+        self._has_asked = False
+        """Whether the step has asked the proposer, and how long that took."""
         self._trees: dict[int, Proposal] = {}
         """By row, the trees of the step."""
         self._proposer, self._lengths, self._clock = proposer, lengths, clock or MonotonicClock()
@@ -78,7 +80,7 @@ class Speculation:
         """
         draft = binding.draft
         self._trees.clear()
-        self._proposing_s, self._longest = 0.0, None
+        self._proposing_s, self._has_asked = 0.0, False
         num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks.values())
         num_rows = len(decodes) or len(draft.chunks)
         if not self.should_ask(num_rows, num_prompt_tokens):
@@ -127,9 +129,10 @@ class Speculation:
             [Asked(state.request, state.tokens, min(most, wanted)) for state, wanted in asked]
         )
         self._proposing_s = self._clock.now() - began_s
-        self._longest = max(len(each.token_ids) for each in proposals)
+        self._has_asked = True
         if lengths is not None:
-            lengths.proposing_took(self._longest, self._proposing_s)
+            longest = max(len(each.token_ids) for each in proposals)
+            lengths.proposing_took(longest, self._proposing_s)
         found: list[tuple[RequestState, Proposal]] = []
         for (state, wanted), proposal in zip(asked, proposals, strict=True):
             proposal = proposal.first(min(wanted, budget))
@@ -158,11 +161,14 @@ class Speculation:
         if self._lengths is not None:
             num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
             self._lengths.step_took(num_rows, plan.num_prefill_tokens, num_proposed, spent_s)
-            if self._longest is not None:
-                accepted, longest = sum(result.num_accepted), self._longest
-                self._lengths.asking_gave(num_rows, plan.num_prefill_tokens, num_proposed, accepted, longest)
+            if self._drafter is not None and not self._drafter.rests:
+                self._kept_s += self._drafter.keeping_s
+            if self._has_asked:
+                num_prompt_tokens, all_s = plan.num_prefill_tokens, took_s + self._kept_s
+                self._lengths.asking_gave(num_rows, num_prompt_tokens, sum(result.num_accepted), all_s)
+                self._kept_s = 0.0
             self._saved_s -= self._proposing_s  # also where none of it is verified
-            self._proposing_s, self._longest = 0.0, None
+            self._proposing_s, self._has_asked = 0.0, False
         if not plan.chains:
             return
         names = {state.row: state.request_id for state in draft.proposals}

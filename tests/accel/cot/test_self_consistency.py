@@ -194,6 +194,12 @@ def test_where_no_window_can_agree_more_are_started_at_once(
     assert (plan.action, plan.num_to_start) == (CONTINUE, num_to_start)
 
 
+def test_samples_double_by_default() -> None:
+    for states, num_to_start in (("", 4), ("a.b.", 4), ("a.b." * 2, 8), ("a.b." * 4, 16)):
+        plan = SelfConsistency(40, EarlyStop()).accelerate_cot(steps_of(states))
+        assert plan.num_to_start == num_to_start
+
+
 @pytest.mark.parametrize("growth", [0, -1, 129, 1.5, "2"])
 def test_growth_is_a_small_integer(growth: Any) -> None:
     with pytest.raises(RequestError, match="growth"):

@@ -259,17 +259,17 @@ def asked(lengths: ChainLengths, num_steps: int, num_rows: int, num_accepted: in
     """Decode with a proposer that takes half a step; returns how often it was asked and all time."""
     count, spent_s = 0, 0.0
     for _ in range(num_steps):
-        proposed, accepted, longest = 0, 0, None
+        proposed, accepted, proposing_s = 0, 0, 0.0
         if lengths.should_ask(num_rows, 0):
-            count, longest = count + 1, 4
-            lengths.proposing_took(4, 0.005)
+            count, proposing_s = count + 1, 0.005
+            lengths.proposing_took(4, proposing_s)
             [proposed] = lengths.choose([("a", unknown(4))], num_rows, 0)
-            accepted, spent_s = min(proposed, num_accepted), spent_s + 0.005
+            accepted = min(proposed, num_accepted)
         took_s = flat(num_rows + proposed)
-        spent_s += took_s
+        spent_s += took_s + proposing_s
         lengths.step_took(num_rows, 0, proposed, took_s)
-        if longest is not None:
-            lengths.asking_gave(num_rows, 0, proposed, accepted, longest)
+        if proposing_s:
+            lengths.asking_gave(num_rows, 0, accepted, took_s + proposing_s)
         if proposed:
             lengths.verified("a", proposed, accepted)
     return count, spent_s

@@ -220,6 +220,8 @@ class ChainLengths:
         """Of all steps, and what trials were expected to lose."""
         self.proposing = MeasuredTimes()
         """Of calls of the proposer, by the longest proposal."""
+        self._is_quick = True
+        """Whether the proposer takes next to nothing beside a step."""
         self._asked: dict[int, _Asked] = {}
         """By power of two of the rows, what a slow proposer has gained."""
         self._is_trial = False
@@ -265,17 +267,14 @@ class ChainLengths:
         """Whether so long matters beside a step."""
         return seconds > KEEPING_SHARE * self.times.seconds(num_rows)
 
-    def asking_gave(
-        self, num_rows: int, num_prompt_tokens: int, num_proposed: int, num_accepted: int, longest: int
-    ) -> None:
-        """A step in which the proposer was asked has verified so many tokens.
+    def asking_gave(self, num_rows: int, num_prompt_tokens: int, num_accepted: int, spent_s: float) -> None:
+        """A step has accepted so many proposed tokens.
 
-        `longest`: of its proposals. What it took in all counts, against the tokens that were accepted.
+        `spent_s`: what it has taken, with all that was done for proposals.
         """
         num_others = num_rows + num_prompt_tokens
         plain_s = self.times.seconds(num_others)
-        step_s = self.times.seconds(num_others + num_proposed) + self.proposing.seconds(max(1, longest))
-        gained_s = plain_s * (1 + num_accepted / num_others) - step_s
+        gained_s = plain_s * (1 + num_accepted / num_others) - spent_s
         asked = self._asked.setdefault(num_rows.bit_length(), _Asked())
         if not asked.pays or asked.mean < 0:
             self._trials_s += max(0.0, -gained_s)
@@ -292,14 +291,10 @@ class ChainLengths:
         pause.left -= 1
         return self._has_estimates and self._is_quick
 
-    @property
-    def _is_quick(self) -> bool:
-        """Whether the proposer takes next to nothing beside a step."""
-        return self.proposing.seconds(1) < QUICK * self.times.seconds(1)
-
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
         """The proposer has taken so long for proposals of up to so many tokens, perhaps none."""
         self.proposing.observe(max(1, num_tokens), seconds)
+        self._is_quick = self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 
     def worth_proposing(self, request_ids: Sequence[str], num_rows: int, most: int) -> int:
         """How many tokens to ask for, 1 to `most`, to make most per second.

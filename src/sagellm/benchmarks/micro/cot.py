@@ -42,7 +42,7 @@ MAX_ANSWER_TOKENS = 100
 BUDGETS, SLOPE = (0, 8, 16, 32), 0.2
 RULES: Mapping[str, EarlyStop | None] = {
     "all samples": None,
-    "window 4": EarlyStop(4),
+    "window 4, growth 1": EarlyStop(4, growth=1),
     "window 4, growth 2": EarlyStop(4, growth=2),
     "window 4, growth 4": EarlyStop(4, growth=4),
     "confidence 0.95": EarlyStop(4, 0.95),

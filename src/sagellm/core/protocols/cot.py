@@ -45,7 +45,7 @@ class EarlyStop:
 
     window: int = 4
     confidence: float | None = None
-    growth: int = 1
+    growth: int = 2
 
     def __post_init__(self) -> None:
         window: object = self.window
