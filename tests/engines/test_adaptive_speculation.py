@@ -103,7 +103,7 @@ class Keeping:
         self.rests = False
 
     def draft(self, asked: Sequence[Asked], min_probability: float) -> Sequence[Proposal]:
-        raise NotImplementedError
+        raise AssertionError("the proposer is another")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

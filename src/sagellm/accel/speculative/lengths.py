@@ -191,7 +191,10 @@ class _Pause:
 
 @dataclass(slots=True)
 class _Asked:
-    """What asking a proposer has gained, in plain steps: the mean, in which old calls fade, and the last."""
+    """What asking a proposer has gained, in plain steps.
+
+    `mean`: old calls fade in it. `last`: of the last call.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -254,7 +257,7 @@ class ChainLengths:
         return self._is_trial
 
     def is_trial_due(self, num_rows: int) -> bool:
-        """Whether a slow proposer may be tried that has not paid with so many rows."""
+        """Whether a proposer that has not paid with so many rows may be tried."""
         lost_s = max(0.0, -self._asked[num_rows.bit_length()].mean) * self.times.seconds(num_rows)
         return self._trials_s + lost_s <= TRIAL_SHARE * self._spent_s
 
@@ -292,7 +295,7 @@ class ChainLengths:
         return self._has_estimates and self._is_quick
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
-        """The proposer has taken so long for proposals of up to so many tokens, perhaps none."""
+        """The proposer has taken so long. `num_tokens`: of its longest proposal, perhaps none."""
         self.proposing.observe(max(1, num_tokens), seconds)
         self._is_quick = self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 

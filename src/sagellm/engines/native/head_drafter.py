@@ -172,9 +172,10 @@ class HeadDrafter:
         return bool(self._held)
 
     def rest(self) -> None:
-        """KV of the tokens of requests that join meanwhile is not written: such requests get no proposals.
+        """Forget all rows.
 
-        Others that share their prefix get worse ones.
+        KV of the tokens of requests that join meanwhile is not written. They get no proposals, and others
+        that share their prefix get worse ones.
         """
         self.rests = True
         self._held.clear()
