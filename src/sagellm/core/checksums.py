@@ -59,10 +59,7 @@ def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) ->
     have not the same number of bytes.
     """
     kernel, words = checksum_kernel(), list[int]()
-    try:
-        if kernel is None or not all(_describe(chunk, words) for chunk in chunks):
-            return [_copied_in_pieces(chunk) for chunk in chunks]
-    except TypeError:  # memory that is only read has no address for ctypes
+    if kernel is None or not all(_describe(chunk, words) for chunk in chunks):
         return [_copied_in_pieces(chunk) for chunk in chunks]
     program, found = array("q", words), array("Q", bytes(8 * len(chunks)))
     kernel(len(chunks), program.buffer_info()[0], past_cache, found.buffer_info()[0])
@@ -72,7 +69,7 @@ def copy_with_checksums(chunks: Sequence[Chunk], *, past_cache: bool = False) ->
 def _describe(chunk: Chunk, words: list[int]) -> bool:
     """Append what the kernel must know; False if it cannot take the chunk.
 
-    Raises `ValueError` for different sizes, `TypeError` for memory that is only read.
+    Raises `ValueError` for different sizes.
     """
     at, sums, borders = len(words), [], 0
     words += (0, 0)
@@ -81,7 +78,7 @@ def _describe(chunk: Chunk, words: list[int]) -> bool:
         for piece in pieces:
             size = memoryview(piece).nbytes
             if size:  # memory of no bytes has no address
-                words += (addressof(_at_first_byte(piece)), size)
+                words += (_address(piece), size)
                 num_bytes += size
                 borders |= size
         sums.append(num_bytes)
@@ -91,6 +88,14 @@ def _describe(chunk: Chunk, words: list[int]) -> bool:
     if sums[0] != sums[1] and chunk[0]:
         raise ValueError(f"{sums[0]} bytes are copied to {sums[1]}")
     return sums[0] >= _LEAST_BYTES and not borders % _STRIPE
+
+
+def _address(piece: Buffer) -> int:
+    if not memoryview(piece).readonly:
+        return addressof(_at_first_byte(piece))
+    import numpy as np  # ctypes gives no address of memory that is only read
+
+    return int(np.frombuffer(piece, np.uint8).ctypes.data)
 
 
 def _copied_in_pieces(chunk: Chunk) -> int:

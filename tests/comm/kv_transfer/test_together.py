@@ -263,7 +263,7 @@ def test_slots_that_are_named_badly_lose_the_link(stack: ExitStack, slots: bytes
         left.pop()
         payload = [memoryview(bytes(CHUNK_BYTES))]
         buffers = frame(message.kind, message.head + slots, payload, SLOT, num_slots)
-        return OutFrame(buffers, made.token, in_slot=True)
+        return OutFrame(buffers, made.token, peer_reads=True)
 
     sender._framed = wrong  # type: ignore[method-assign]
     ticket = source.send(tokens, "b")

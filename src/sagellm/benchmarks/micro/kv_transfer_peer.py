@@ -23,10 +23,10 @@ from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.protocols.kv_transfer import TransportEngine
 from sagellm.core.registry import registry
+from sagellm.core.shared_pages import SharedPages
 from sagellm.core.types import KVCacheSchema, Tokens
 from sagellm.engines.build_kv import hashes_of
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
-from sagellm.kvmgr.kv_pool.tiers.disk_slab import aligned_buffer
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 1 << 20
@@ -45,7 +45,8 @@ class OneArray:
     has_views = True
 
     def __init__(self, num_blocks: int) -> None:
-        self.memory = aligned_buffer(num_blocks * BLOCK_BYTES)
+        self.shared_pages = SharedPages(num_blocks * BLOCK_BYTES)
+        self.memory = self.shared_pages.memory
         self.rows = np.frombuffer(self.memory, np.uint8).reshape(num_blocks, BLOCK_BYTES)
         self.rows[:] = 1
 

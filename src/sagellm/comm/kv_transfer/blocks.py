@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from sagellm.core.checksums import checksums, copy_with_checksums
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer, KVCodec
 from sagellm.core.protocols.kv_transfer import BlockLayout, BlockViews
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 RAW = "raw"
 _SMALL_BYTES = 16 << 10
@@ -40,12 +43,17 @@ class InstanceBlocks:
         self._views = cast(BlockViews, memory).views if has_views else None
         self._per_block = 0 if self._views is None else len(self._views([0]))
         self._is_in_small_pieces = memory.bytes_per_block < self._per_block * _SMALL_BYTES
+        self.shared_pages: SharedPages | None = getattr(memory, "shared_pages", None)
 
     @property
     def has_views(self) -> bool:
         return self._views is not None
 
     # -- at the sender
+
+    def lies_in_shared_pages(self, agreed: Agreement) -> bool:
+        """Whether the receiver may take chunks from there. Small pieces are gathered first: each is named."""
+        return agreed.goes_unchanged and self.shared_pages is not None and not self._is_in_small_pieces
 
     def payload(
         self, ids: Sequence[Sequence[int]], chunks: Sequence[ChunkSpan], agreed: Agreement,

@@ -137,6 +137,8 @@ class TransferChannel:
         )  # fmt: skip
         self._is_closed = False
         transport.max_payload_bytes = max(options.chunk_bytes, memory.bytes_per_block)
+        if blocks.shared_pages is not None:
+            transport.register(blocks.shared_pages)
         checksum_kernel()  # compiling it takes a second
         transport.start(self)
 

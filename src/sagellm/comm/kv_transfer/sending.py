@@ -485,7 +485,10 @@ class Sender:
         if not transfer.hashes:
             tokens = transfer.path.tokens.tobytes()
             transfer.hashes = self._hashes_of(tokens, transfer.path.namespace)
-        reserved = self._transport.reserve(link, self._transport.max_payload_bytes, len(chunks))
+        reserved = self._transport.reserve(
+            link, self._transport.max_payload_bytes, len(chunks),
+            is_registered=self._blocks.lies_in_shared_pages(agreed),
+        )  # fmt: skip
         if reserved is not None:
             chunks = chunks[: len(reserved)]
         first = accept.first

@@ -19,11 +19,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 MAX_NOTE_BYTES = 64 << 10
 AXES = frozenset({"kv", "layer", "token", "head", "dim"})
@@ -265,6 +268,14 @@ class BlockViews(Protocol):
         """
 
 
+class SharedBlockViews(BlockViews, Protocol):
+    """`BlockViews` that other processes of the host may map, so that bytes are copied once on their way."""
+
+    @property
+    def shared_pages(self) -> SharedPages | None:
+        """Where all views lie; None if they lie elsewhere."""
+
+
 class ChunkPlace(Protocol):
     """Where the payload of a message of chunks goes at its receiver.
 
@@ -333,6 +344,9 @@ class TransportEngine(Protocol):
     max_payload_bytes: int
     """Of one chunk. Set before `start`."""
 
+    def register(self, pages: SharedPages) -> None:
+        """Let receivers read payloads where they lie in this memory, if the transport can. Before `start`."""
+
     def start(self, endpoint: TransportEndpoint) -> None:
         """Accept links from now on."""
 
@@ -345,8 +359,10 @@ class TransportEngine(Protocol):
         Raises `ConfigError` for an address that is none of this transport.
         """
 
-    def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
-        """Memory in which payloads of chunks are best made, if any.
+    def reserve(
+        self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False
+    ) -> Sequence[memoryview] | None:
+        """Memory in which payloads of chunks are best made, if any. `is_registered`: where they lie now.
 
         It is for 1 to `count` chunks, a part for each, and belongs to the caller until a `post` with these
         parts, or `discard`. Raises `BlockingIOError` if too much of it is in use: `sent` says when to try

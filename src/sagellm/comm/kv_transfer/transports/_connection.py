@@ -35,16 +35,18 @@ LEAST_BYTES = 1 << 20
 """Of a payload, before a waiting process is woken."""
 AHEAD_BYTES = 4 << 10
 """Several small frames are read by one call, and of a payload no more than this is copied twice."""
+MAX_FDS = 2
+"""That a peer shares: of its slots and of its blocks."""
 
-SMALL, CHUNK, SLOT = range(3)
-"""What a payload is. SLOT: it lies in memory that both sides share, not in the stream; the end of the head
-names `num_slots` slots."""
+SMALL, CHUNK, SLOT, MAPPED = range(4)
+"""What a payload is. SLOT and MAPPED: it lies in memory that both sides share, not in the stream; the end of
+the head names `num_parts` slots, or parts of the sender's blocks."""
 
 
 class FrameHead(NamedTuple):
     kind: int
     flag: int
-    num_slots: int
+    num_parts: int
     head_bytes: int
     payload_bytes: int
     checksum: int
@@ -54,36 +56,36 @@ class FrameHead(NamedTuple):
 class OutFrame:
     """A frame on its way out. `token` names chunks whose payload is read until it is sent.
 
-    In a slot it is read until the peer says so.
+    Where the peer reads it, it is read until the peer says so.
     """
 
     buffers: deque[memoryview]
     token: int | None = None
-    in_slot: bool = False
+    peer_reads: bool = False
 
 
 def frame(
-    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, num_slots: int = 0
+    kind: int, head: bytes, payload: Sequence[memoryview], flag: int, num_parts: int = 0
 ) -> deque[memoryview]:
     """The buffers of a frame."""
     num_bytes = sum(map(len, payload))
-    fields = FRAME_MAGIC, kind, flag, num_slots, len(head), num_bytes
+    fields = FRAME_MAGIC, kind, flag, num_parts, len(head), num_bytes
     covered = b"".join((PREFIX.pack(*fields, 0), head, *(payload if flag == SMALL else ())))
     packed = PREFIX.pack(*fields, xxhash.xxh3_64_intdigest(covered)) + head
-    return deque((memoryview(packed), *(part for part in payload if len(part) and flag != SLOT)))
+    return deque((memoryview(packed), *(part for part in payload if len(part) and flag not in (SLOT, MAPPED))))
 
 
 def parse(prefix: Buffer, max_payload_bytes: int) -> FrameHead:
     """Raises `KVDataError` for what is no prefix, or too large. `max_payload_bytes`: of one chunk."""
-    magic, kind, flag, num_slots, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(prefix)
-    if magic != FRAME_MAGIC or flag > SLOT:
+    magic, kind, flag, num_parts, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(prefix)
+    if magic != FRAME_MAGIC or flag > MAPPED:
         raise KVDataError("no frame of KV transfer: bytes were lost or damaged on the way")
     most = MAX_MESSAGE_BYTES if flag == SMALL else MAX_TOGETHER * max_payload_bytes
     if head_bytes > MAX_HEAD_BYTES or payload_bytes > most:
         raise KVDataError(
             f"a frame of {head_bytes} and {payload_bytes} bytes, at most {MAX_HEAD_BYTES} and {most}"
         )
-    return FrameHead(kind, flag, num_slots, head_bytes, payload_bytes, checksum)
+    return FrameHead(kind, flag, num_parts, head_bytes, payload_bytes, checksum)
 
 
 def verify(found: FrameHead, head: bytes, payload: bytes | bytearray = b"") -> None:
@@ -221,13 +223,13 @@ class PeerSocket:
 
     def _into(self, views: list[memoryview]) -> int:
         if self.deadline_s is not None and self.sock.family == socket.AF_UNIX:
-            room, flags = socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+            room, flags = socket.CMSG_SPACE(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC
             size, ancillary, *_ = self.sock.recvmsg_into(views[:1], room, flags)
             for _, kind, data in ancillary:
                 if kind == socket.SCM_RIGHTS:
                     self.fds.extend(array("i", data[: len(data) // 4 * 4]))
-            if len(self.fds) > 1:
-                raise KVDataError("a peer sends more than one descriptor")
+            if len(self.fds) > MAX_FDS:
+                raise KVDataError(f"a peer sends more than {MAX_FDS} descriptors")
             return size
         if len(views) == 1:
             return self.sock.recv_into(views[0])

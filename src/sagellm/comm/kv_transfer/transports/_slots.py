@@ -107,7 +107,9 @@ class SlotTransport(StreamTransport):
 
     # -- at the sender
 
-    def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
+    def reserve(
+        self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False
+    ) -> Sequence[memoryview] | None:
         with self._lock:
             slots = self._slots.get(link)
             if slots is None or num_bytes > slots.slot_bytes:
@@ -130,7 +132,7 @@ class SlotTransport(StreamTransport):
             return super()._framed(connection, message)
         payload = [memoryview(part) for part in message.payload]
         head = message.head + b"".join([_SLOT.pack(*each) for each in used])
-        return OutFrame(frame(message.kind, head, payload, SLOT, len(used)), message.token, in_slot=True)
+        return OutFrame(frame(message.kind, head, payload, SLOT, len(used)), message.token, peer_reads=True)
 
     def _in_slots(self, link: int, message: Message) -> list[UsedSlot]:
         """Where its chunks are; nothing, if not all of them are in slots. Slots are in use from then on."""
@@ -177,9 +179,9 @@ class SlotTransport(StreamTransport):
         if found.flag == CHUNK:
             super()._take_chunk(connection, found, head)
             return
-        sizes, named_bytes = self._sizes.get(connection.link), found.num_slots * _SLOT.size
-        if sizes is None or not found.num_slots or len(head) < named_bytes:
-            raise KVDataError(f"a payload in {found.num_slots} slots, which are not shared")
+        sizes, named_bytes = self._sizes.get(connection.link), found.num_parts * _SLOT.size
+        if sizes is None or not found.num_parts or len(head) < named_bytes:
+            raise KVDataError(f"a payload in {found.num_parts} slots, which are not shared")
         used = [UsedSlot(*each) for each in _SLOT.iter_unpack(head[len(head) - named_bytes :])]
         for each in used:
             if each.number >= sizes.num_slots or each.num_bytes > sizes.slot_bytes:

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sagellm.comm.kv_transfer.transports._auth import (
     CHALLENGE_BYTES,
@@ -36,6 +37,9 @@ from sagellm.comm.kv_transfer.transports._connection import (
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.kv_transfer import Message, TransportEndpoint
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 log = logging.getLogger("sagellm.kv_transfer")
 AUTH_S = 5.0
@@ -85,6 +89,9 @@ class StreamTransport:
     def _prepare(self, sock: socket.socket) -> None:
         """Set the options of a socket. Raises `OSError` for a peer with which nothing is spoken."""
 
+    def register(self, pages: SharedPages) -> None:
+        """A stream sends from where a payload lies anyway."""
+
     def start(self, endpoint: TransportEndpoint) -> None:
         self._endpoint = endpoint
         self._listener = self._listen()
@@ -97,7 +104,9 @@ class StreamTransport:
         self._thread = threading.Thread(target=self._run, name="sagellm-kv-transport", daemon=True)
         self._thread.start()
 
-    def reserve(self, link: int, num_bytes: int, count: int = 1) -> Sequence[memoryview] | None:
+    def reserve(
+        self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False
+    ) -> Sequence[memoryview] | None:
         """None: a payload is sent from where it lies.
 
         One message waits at a time, so that its chunks are in the processor's cache when they are sent.
@@ -213,7 +222,7 @@ class StreamTransport:
             self._selector.modify(connection.sock, wants, connection)
 
     def _written(self, connection: PeerSocket, sent: OutFrame) -> None:
-        if sent.token is not None and not sent.in_slot:
+        if sent.token is not None and not sent.peer_reads:
             self._endpoint.sent(connection.link, sent.token)
 
     def _expire(self) -> None:
@@ -238,7 +247,7 @@ class StreamTransport:
             connection.held.append(made)
             return
         connection.outgoing.append(made)
-        if made.token is not None and not made.in_slot:
+        if made.token is not None and not made.peer_reads:
             self._flush_or_lose(connection)
         else:
             self._unsent[link] = connection
@@ -353,7 +362,7 @@ class StreamTransport:
         for fd in connection.fds:
             os.close(fd)
         frames = [*connection.outgoing, *connection.held]
-        return [each.token for each in frames if each.token is not None and not each.in_slot]
+        return [each.token for each in frames if each.token is not None and not each.peer_reads]
 
     # -- frames that come
 

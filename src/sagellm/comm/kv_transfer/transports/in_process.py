@@ -12,9 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sagellm.core.errors import ConfigError, KVDataError
 from sagellm.core.protocols.kv_transfer import Message, TransportEndpoint
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 log = logging.getLogger("sagellm.kv_transfer")
 
@@ -88,6 +92,9 @@ class InProcessTransport:
         """Links that were connected from here."""
         self._is_closed = False
 
+    def register(self, pages: SharedPages) -> None:
+        """Payloads are read where they lie anyway."""
+
     def start(self, endpoint: TransportEndpoint) -> None:
         if self.node in self._network.nodes:
             raise ConfigError(f"the network has a node {self.node!r}: give another name")
@@ -106,7 +113,7 @@ class InProcessTransport:
         self._own.add(link)
         return link
 
-    def reserve(self, link: int, num_bytes: int, count: int = 1) -> None:
+    def reserve(self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False) -> None:
         return None
 
     def discard(self, link: int, memory: memoryview) -> None:
