@@ -114,6 +114,11 @@ class KVConfig(Section):
     )
     index: Word = key("radix", "prefix index")
     pool: Word = key("free_list", "block pool")
+    share_pool: bool = key(
+        False,
+        "instances on this host read KV where it lies, by one copy; for a pool on a CPU. A fleet without hosts "
+        "sets it",
+    )
     eviction: Word = key("adaptive", "eviction policy")
     eviction_options: dict[str, Any] = key({}, "options of that policy")
     miss_attribution: bool = key(False, "count why blocks had to be computed; hashes every evicted block")

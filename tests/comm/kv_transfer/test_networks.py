@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from sagellm.comm.kv_transfer import blocks
 from sagellm.comm.kv_transfer.messages import Kind
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports import _connection
@@ -269,11 +270,15 @@ def test_a_recorded_handshake_is_worth_nothing(scene: Scene) -> None:
 
 PEER = """
 import sys
+from sagellm.comm.kv_transfer import blocks as of_instance
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from tests.comm.kv_transfer.fabrics import transport
 from tests.comm.kv_transfer.world import Instance, prompt
-kind, role, blocks = sys.argv[1], sys.argv[2], int(sys.argv[3])
-me = Instance("peer", transport(kind), num_blocks=512, options=ChannelOptions(chunk_bytes=3000, credits=2))
+kind, role, blocks, is_shared = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "shared"
+if is_shared:
+    of_instance._SMALL_BYTES = 0
+options = ChannelOptions(chunk_bytes=3000, credits=2)
+me = Instance("peer", transport(kind), num_blocks=512, options=options, is_shared=is_shared)
 print(me.channel.metadata().decode(), flush=True)
 if role == "sender":
     me.compute(prompt(1, blocks))
@@ -285,17 +290,20 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shared_memory", *LIBRARIES])
+@pytest.mark.parametrize("kind", ["tcp", "shared_memory", "shared blocks", *LIBRARIES])
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_a_peer_is_killed_in_the_middle(kind: str, role: str) -> None:
-    num_blocks = 400
+def test_a_peer_is_killed_in_the_middle(kind: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_blocks, is_shared = 400, kind == "shared blocks"
+    if is_shared:
+        kind = "shared_memory"
+        monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
     options = ChannelOptions(
         chunk_bytes=3000, credits=2, backoff_s=0.01, stall_s=5.0, offer_wait_s=1.0, resume_s=0.1
     )
-    me = Instance("test", transport(kind), num_blocks=512, options=options)
+    me = Instance("test", transport(kind), num_blocks=512, options=options, is_shared=is_shared)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER, kind, role, str(num_blocks)],
+        [sys.executable, "-c", PEER, kind, role, str(num_blocks), "shared" if is_shared else ""],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT,
     )  # fmt: skip
     try:

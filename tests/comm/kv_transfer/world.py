@@ -25,6 +25,7 @@ from sagellm.core.protocols.kv_transfer import (
     TransportEngine,
 )
 from sagellm.core.registry import registry
+from sagellm.core.shared_pages import SharedPages
 from sagellm.core.types import TOKEN_BYTES, KVCacheSchema, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
@@ -99,6 +100,15 @@ class ViewedMemory(Memory):
         return [row[at : at + size] for row in rows for at in range(0, self.bytes_per_block, size)]
 
 
+class SharedMemoryOfBlocks(ViewedMemory):
+    """Implements `SharedBlockViews`: a receiver on this host copies blocks from there."""
+
+    def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
+        super().__init__(num_blocks, bytes_per_block)
+        self.shared_pages = SharedPages(num_blocks * bytes_per_block)
+        self.rows = np.frombuffer(self.shared_pages.memory, np.uint8).reshape(num_blocks, -1)
+
+
 class Inline(Executor):
     """Runs a task when it is submitted."""
 
@@ -115,14 +125,15 @@ class Instance:
         self, name: str, transport: TransportEngine, *, num_blocks: int = 64, layout: BlockLayout = LAYOUT,
         has_views: bool = True, codec: CodecOf | None = None, fingerprint: str = "weights",
         options: ChannelOptions | None = None, clock: Clock | None = None, worker: Executor | None = None,
-        converts: bool = True,
+        converts: bool = True, is_shared: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.layout = name, layout
         self.index = registry("index").create("radix", block_size=SIZE)
         self.pool = FreeListPool(num_blocks, SIZE)
         self.arrivals = PrefixArrivals(self.index, self.pool)
         self.arrivals.serve(self._make_room, INDEX)
-        self.memory = (ViewedMemory if has_views else Memory)(num_blocks, layout.bytes_per_block)
+        made = SharedMemoryOfBlocks if is_shared else ViewedMemory if has_views else Memory
+        self.memory = made(num_blocks, layout.bytes_per_block)
         self.channel = TransferChannel(
             name, transport, self.memory, schema_of(layout, fingerprint), layout if converts else None,
             self.arrivals, hashes_of, codec=codec, options=options, clock=clock, worker=worker,

@@ -14,7 +14,13 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.memory import FEWEST_BYTES, available_bytes, check_fits, lazy_zeros
+from sagellm.engines.native.memory import (
+    FEWEST_BYTES,
+    available_bytes,
+    check_fits,
+    lazy_zeros,
+    shared_zeros,
+)
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -42,6 +48,53 @@ def test_a_view_keeps_its_pages() -> None:
     view = lazy_zeros((FEWEST_BYTES,), torch.uint8)[5:9]
     view.fill_(3)
     assert view.tolist() == [3, 3, 3, 3]
+
+
+@ON_LINUX
+def test_shared_zeros_lie_in_pages_that_others_may_map() -> None:
+    from sagellm.core.shared_pages import mapped_to_read
+
+    pages, (first, second) = shared_zeros([(3, 5), (7, 4)], torch.float32)
+    assert pages is not None
+    assert first.shape == (3, 5)
+    assert second.shape == (7, 4)
+    assert not first.count_nonzero()
+    assert not second.count_nonzero()
+    first.fill_(2)
+    second[6, 3] = 5
+    seen = mapped_to_read(pages.fd, MB)
+    for tensor in (first, second):
+        offset = pages.offset_of(memoryview(tensor.numpy()).cast("B"))
+        assert offset is not None
+        assert bytes(seen[offset : offset + tensor.nbytes]) == tensor.numpy().tobytes()
+
+
+@ON_LINUX
+def test_without_such_memory_zeros_are_private(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: object) -> int:
+        raise OSError("told to")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    pages, [made] = shared_zeros([(3, 5)], torch.bfloat16)
+    assert pages is None
+    assert (tuple(made.shape), int(made.count_nonzero())) == ((3, 5), 0)
+    assert "two copies, not one: told to" in caplog.text
+
+
+@ON_LINUX
+@pytest.mark.parametrize("value_dim", [None, 8])
+def test_a_shared_pool_is_the_same_pool(value_dim: int | None) -> None:
+    kv, plain = (
+        PagedKV(3, 6, 4, 2, 8, CPU, torch.float32, value_dim=value_dim, is_shared=is_shared)
+        for is_shared in (True, False)
+    )
+    assert plain.shared_pages is None
+    assert kv.shared_pages is not None
+    assert [pool.shape for pool in kv.as_bytes()] == [pool.shape for pool in plain.as_bytes()]
+    for pool in kv.as_bytes():
+        assert kv.shared_pages.offset_of(memoryview(pool.numpy()).cast("B")) is not None
 
 
 @ON_LINUX

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from sagellm.comm.kv_transfer import blocks
 from sagellm.comm.kv_transfer.channel import TransferChannel
 from sagellm.comm.kv_transfer.messages import ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from sagellm.comm.kv_transfer.transports._slots import SlotTransport
 from sagellm.core.errors import RequestError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_transfer import Message, Ticket, TransferStatus
@@ -195,12 +197,18 @@ def test_it_brings_what_a_transfer_of_the_whole_brings(model: Path, stack: ExitS
     assert torch.equal(kv_of(by_layer.target.engine, prompt), kv_of(whole.target.engine, prompt))
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("kind", ["shared_memory", "shared blocks", "tcp"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_over_a_real_transport(kind: str, overlap: bool, model: Path, stack: ExitStack) -> None:
-    made = []
+def test_over_a_real_transport(
+    kind: str, overlap: bool, model: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, is_shared = [], kind == "shared blocks"
+    if is_shared:
+        kind = "shared_memory"
+        monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
+        monkeypatch.setattr(SlotTransport, "reserve", lambda *given, **named: pytest.fail("a slot is used"))
     for node in ("prefill", "decode"):
-        asked = engine(model, **CHUNKED, **{"engine.overlap": overlap})
+        asked = engine(model, **CHUNKED, **{"engine.overlap": overlap, "kv.share_pool": is_shared})
         stack.callback(asked.close)
         made.append(build_transfers(asked, node, transport(kind), options=OPTIONS))
         stack.callback(made[-1].close)

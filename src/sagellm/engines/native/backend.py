@@ -112,6 +112,8 @@ class NativeBackend:
 
     `head`: where to find a draft head; `HeadedBackend` uses it.
 
+    `share_kv`: a CPU's KV pool lies in memory that other instances of the host may map, to read.
+
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
     """
@@ -125,11 +127,11 @@ class NativeBackend:
         cuda_kernels: Callable[[], KernelSet] | None = None, capture: CaptureSource | None = None,
         quantizer: WeightQuantizer | None = None, formats: FormatSource | None = None,
         split_kv: bool = True, implementation: str = "auto", ranks: Ranks | None = None,
-        synthetic_draws: bool = False, head: Path | None = None,
+        synthetic_draws: bool = False, head: Path | None = None, share_kv: bool = False,
     ) -> None:  # fmt: skip
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        split = None if ranks is None else ranks.split
+        self._share_kv, split = share_kv, None if ranks is None else ranks.split
         sharing = 1 if split is None else split.num_kv_ranks
         more = implementation, split, head
         source = self._checked(model, device, max_model_len, quantizer, formats, *more)
@@ -253,7 +255,7 @@ class NativeBackend:
             schema.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
             self._compute_dtype, has_scratch=has_scratch, groups=schema.groups, value_dim=spec.value_dim,
             states=self._working_states(), shapes=spec.kv_shapes,
-            num_draft_blocks=self._num_draft_blocks(block_size),
+            num_draft_blocks=self._num_draft_blocks(block_size), is_shared=self._share_kv,
         )  # fmt: skip
 
     def _working_states(self) -> RecurrentStates | None:
@@ -331,7 +333,7 @@ class NativeBackend:
 
     def kv_bytes(self) -> PoolBytes:
         """The KV pool's blocks as bytes, for tiers and transfers."""
-        return PoolBytes(self._kv.as_bytes())
+        return PoolBytes(self._kv.as_bytes(), self._kv.shared_pages)
 
     def block_axes(self) -> str:
         """The axes of a block's bytes, for `BlockLayout`; empty where layers differ."""

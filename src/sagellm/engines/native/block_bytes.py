@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ import torch
 from sagellm.core.numa import node_of_pci
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.engines.native.accelerators import module_of
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 log = logging.getLogger("sagellm.tiers")
 Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
@@ -26,11 +29,11 @@ class PoolBytes:
     `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
     copies whole rows at the speed of memory; torch's indexing takes two to three times as long. A GPU gathers
     rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for, so
-    that a later step finds what was written. Other vendors' chips do so too, without locked pages.
+    that a later step finds what was written. `shared_pages`: where all pools of a CPU lie, if so. Other vendors' chips do so too, without locked pages.
     """
 
-    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
-        self._pools = pools
+    def __init__(self, pools: Sequence[torch.Tensor], shared_pages: SharedPages | None = None) -> None:
+        self._pools, self.shared_pages = pools, shared_pages
         self._spans = list(pairwise([0, *accumulate(pool.shape[1] for pool in self._pools)]))
         self.bytes_per_block = self._spans[-1][1]
         self.numa_node: int | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +24,11 @@ from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
 from sagellm.core.types import KVGroup, Window, width
 from sagellm.engines.native.folder_files import MAX_POSITIONS
-from sagellm.engines.native.memory import lazy_zeros
+from sagellm.engines.native.memory import lazy_zeros, shared_zeros
 from sagellm.engines.native.recurrent.states import RecurrentStates
+
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
 
 LAYOUT = "layer.kv.block.token.head.dim"
 
@@ -99,7 +103,8 @@ class PagedKV:
     blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
     `states`: the recurrent states of the batch, where the model has any. `shapes`: KV heads and head dim of
     each layer, where they differ. The last layer, a draft head's, has `num_draft_blocks` blocks of its own
-    behind all others, from `first_draft_block` on.
+    behind all others, from `first_draft_block` on. With `is_shared` a CPU's pools lie in `shared_pages`, if
+    the system has such memory.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class PagedKV:
         device: torch.device, dtype: torch.dtype, *, has_scratch: bool = False,
         groups: Sequence[KVGroup] = (), value_dim: int | None = None,
         states: RecurrentStates | None = None, shapes: Sequence[tuple[int, int]] = (),
-        num_draft_blocks: int = 0,
+        num_draft_blocks: int = 0, is_shared: bool = False,
     ) -> None:  # fmt: skip
         self.num_blocks = self.scratch_block = num_blocks
         self.first_draft_block = num_blocks + has_scratch
@@ -122,12 +127,13 @@ class PagedKV:
         self.value_dim = value_dim
         last = columns[-1][0]
         counts = [num_blocks + has_scratch + num_draft_blocks * (i == last) for i in range(len(widths))]
-        self._pools = [
-            zeros((count, block_size, width), dtype=dtype)
-            for count, width in (
-                zip(counts, widths, strict=True) if value_dim else [*zip(counts, widths, strict=True)] * 2
-            )
-        ]
+        pools = [(count, block_size, width) for count, width in zip(counts, widths, strict=True)]
+        pools *= 1 if value_dim else 2
+        self.shared_pages: SharedPages | None = None
+        if is_shared and device.type == "cpu":
+            self.shared_pages, self._pools = shared_zeros(pools, dtype)
+        else:
+            self._pools = [zeros(shape, dtype=dtype) for shape in pools]
 
         def view(first: int, layer: int) -> torch.Tensor:
             (column, offset), size = columns[layer], sizes[layer]

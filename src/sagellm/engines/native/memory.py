@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.config import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.engines.native.accelerators import free_bytes
 
+if TYPE_CHECKING:
+    from sagellm.core.shared_pages import SharedPages
+
+log = logging.getLogger("sagellm.engine")
 _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -152,6 +160,29 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge: bool = False) 
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))  # unmapped with its last tensor
+
+
+def shared_zeros(
+    shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[SharedPages | None, list[torch.Tensor]]:
+    """CPU tensors of zeros, and the pages in which they lie: other processes of the host may map these.
+
+    A page is resident once it is written or read. Where the system has no such memory, there are no pages and
+    the tensors are `lazy_zeros`; one line says so.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    ends = list(accumulate(cdiv(size, mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
+    try:
+        from sagellm.core.shared_pages import SharedPages  # it imports what Windows has not
+
+        pages = SharedPages(ends[-1])
+    except (ImportError, OSError, OverflowError) as error:
+        log.warning("KV goes to instances of this host by two copies, not one: %s", error)
+        return None, [lazy_zeros(shape, dtype) for shape in shapes]
+    return pages, [
+        torch.frombuffer(pages.memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(*shape)
+        for start, size, shape in zip([0, *ends], sizes, shapes, strict=False)
+    ]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
