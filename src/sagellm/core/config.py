@@ -116,8 +116,8 @@ class KVConfig(Section):
     pool: Word = key("free_list", "block pool")
     share_pool: bool = key(
         False,
-        "instances on this host read KV where it lies, by one copy; for a pool on a CPU. A fleet without hosts "
-        "sets it",
+        "other instances of this host read KV where it lies, by one copy, of a pool on a CPU; a fleet on one "
+        "host sets it",
     )
     eviction: Word = key("adaptive", "eviction policy")
     eviction_options: dict[str, Any] = key({}, "options of that policy")

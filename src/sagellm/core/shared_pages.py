@@ -11,14 +11,15 @@ import weakref
 from sagellm.core.errors import KVDataError
 
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Nobody gets a writable mapping any more; this process keeps the one that it has. Linux 5.1."""
+"""No process gets a writable mapping any more; this one keeps what it has. Linux 5.1."""
 
 
 class SharedPages:
-    """Memory of zeros, which this process writes and which others map by its descriptor `fd`.
+    """Memory that this process writes and others map by its descriptor `fd`.
 
-    They can only read it, and it keeps its size, so what they read is there. A page is resident once it is
-    read or written. `fd` lives as long as this object, `memory` as long as a view of it, here or elsewhere.
+    It begins as zeros. Others can only read it, and it keeps its size, so what they read is there. A page is
+    resident once it is read or written. `fd` lives as long as this object, `memory` as long as a view of it,
+    here or elsewhere.
 
     Raises `OSError` where the system has no such memory (before Linux 5.1) or refuses the address space.
     """

@@ -140,7 +140,14 @@ MOST = 1000 * MAX_TOGETHER
 
 @pytest.mark.parametrize(
     ("flag", "head_bytes", "payload_bytes"),
-    [(0, 1 << 17, 0), (0, 0, MAX_MESSAGE_BYTES + 1), (1, 0, MOST + 1), (2, 0, MOST + 1), (3, 0, MOST + 1), (4, 0, 0)],
+    [
+        (0, 1 << 17, 0),
+        (0, 0, MAX_MESSAGE_BYTES + 1),
+        (1, 0, MOST + 1),
+        (2, 0, MOST + 1),
+        (3, 0, MOST + 1),
+        (4, 0, 0),
+    ],
 )
 def test_sizes_are_compared_before_memory_is_taken(flag: int, head_bytes: int, payload_bytes: int) -> None:
     with pytest.raises(KVDataError):

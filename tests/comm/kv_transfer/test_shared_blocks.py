@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -129,7 +131,7 @@ def test_blocks_that_change_before_they_are_read_do_not_verify(stack: ExitStack)
     take: Callable[..., Any] = reader._take_chunk
     num_left = [1]
 
-    def late(*given: Any) -> None:
+    def late(*given: Any) -> Any:
         if num_left[0]:
             num_left[0] -= 1
             source.memory.rows[:] ^= 1
@@ -138,7 +140,7 @@ def test_blocks_that_change_before_they_are_read_do_not_verify(stack: ExitStack)
         else:
             take(*given)
 
-    reader._take_chunk = late  # type: ignore[method-assign]
+    reader._take_chunk = late  # type: ignore[method-assign,assignment]
     assert finish(source, source.send(tokens, "b"), target).status is DONE
     assert target.channel.num_damaged
     until(lambda: target.received, source, target)
@@ -265,3 +267,29 @@ def test_random_transfers_with_cancels_resets_and_blocks_that_change(stack: Exit
     until(lambda: not target.arrivals.num_blocks, source, target)
     target.channel.check()
     source.channel.check()
+
+
+def test_blocks_are_shared_with_a_peer_that_has_the_key(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that hold nothing are shared with its challenge; blocks only after its proof."""
+    sent: list[int] = []
+    send = socket.send_fds
+
+    def note(sock: socket.socket, data: list[bytes], fds: list[int]) -> int:
+        sent.extend(os.fstat(fd).st_size for fd in fds)
+        return send(sock, data, fds)
+
+    monkeypatch.setattr(socket, "send_fds", note)
+    source = Instance("a", SharedMemoryTransport(KEY), is_shared=True, options=OPTIONS)
+    other = Instance("b", SharedMemoryTransport(b"another key of 16 bytes"), options=OPTIONS)
+    for each in (source, other):
+        stack.callback(each.channel.close)
+    introduce(source, other)
+    tokens = prompt(1, BLOCKS)
+    source.compute(tokens)
+    assert finish(source, source.send(tokens, "b"), other).status is TransferStatus.RETRY
+    assert sent
+    assert len(source.memory.shared_pages.memory) not in sent  # type: ignore[attr-defined]
+    connections = transport_of(source)._connections
+    assert not connections

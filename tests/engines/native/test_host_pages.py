@@ -64,7 +64,7 @@ def test_shared_zeros_lie_in_pages_that_others_may_map() -> None:
     second[6, 3] = 5
     seen = mapped_to_read(pages.fd, MB)
     for tensor in (first, second):
-        offset = pages.offset_of(memoryview(tensor.numpy()).cast("B"))
+        offset = pages.offset_of(tensor.numpy().data.cast("B"))
         assert offset is not None
         assert bytes(seen[offset : offset + tensor.nbytes]) == tensor.numpy().tobytes()
 
@@ -94,7 +94,7 @@ def test_a_shared_pool_is_the_same_pool(value_dim: int | None) -> None:
     assert kv.shared_pages is not None
     assert [pool.shape for pool in kv.as_bytes()] == [pool.shape for pool in plain.as_bytes()]
     for pool in kv.as_bytes():
-        assert kv.shared_pages.offset_of(memoryview(pool.numpy()).cast("B")) is not None
+        assert kv.shared_pages.offset_of(pool.numpy().data.cast("B")) is not None
 
 
 @ON_LINUX

@@ -14,8 +14,8 @@ from sagellm.comm.kv_transfer import blocks
 from sagellm.comm.kv_transfer.channel import TransferChannel
 from sagellm.comm.kv_transfer.messages import ChunkHead
 from sagellm.comm.kv_transfer.options import ChannelOptions
-from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.comm.kv_transfer.transports._slots import SlotTransport
+from sagellm.comm.kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from sagellm.core.errors import RequestError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_transfer import Message, Ticket, TransferStatus

@@ -269,7 +269,7 @@ class BlockViews(Protocol):
 
 
 class SharedBlockViews(BlockViews, Protocol):
-    """`BlockViews` that other processes of the host may map, so that bytes are copied once on their way."""
+    """`BlockViews` that other processes may map, so that one copy moves them."""
 
     @property
     def shared_pages(self) -> SharedPages | None:

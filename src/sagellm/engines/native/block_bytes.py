@@ -26,10 +26,11 @@ Rows: TypeAlias = np.ndarray[tuple[int, int], Any]
 class PoolBytes:
     """Implements `BlockBytes`. A block's bytes are its row in each pool, one behind the other.
 
-    `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device. In a CPU's memory numpy
-    copies whole rows at the speed of memory; torch's indexing takes two to three times as long. A GPU gathers
-    rows into blocks, and one copy moves the blocks of a call, in a stream of its own, which is waited for, so
-    that a later step finds what was written. `shared_pages`: where all pools of a CPU lie, if so. Other vendors' chips do so too, without locked pages.
+    `pools`: uint8 [num_blocks, bytes of a row], at least one, all on one device; `shared_pages`: where they
+    lie, if other processes may map them. In a CPU's memory numpy copies whole rows at the speed of memory;
+    torch's indexing takes two to three times as long. A GPU gathers rows into blocks, and one copy moves the
+    blocks of a call, in a stream of its own, which is waited for, so that a later step finds what was
+    written. Other vendors' chips do so too, without locked pages.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor], shared_pages: SharedPages | None = None) -> None:

@@ -165,10 +165,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge: bool = False) 
 def shared_zeros(
     shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> tuple[SharedPages | None, list[torch.Tensor]]:
-    """CPU tensors of zeros, and the pages in which they lie: other processes of the host may map these.
+    """CPU tensors of zeros, and the pages in which they lie.
 
-    A page is resident once it is written or read. Where the system has no such memory, there are no pages and
-    the tensors are `lazy_zeros`; one line says so.
+    Other processes of the host may map these. A page is resident once it is written or read. Where the system
+    has no such memory, there are no pages and the tensors are `lazy_zeros`; one line says so.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     ends = list(accumulate(cdiv(size, mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))

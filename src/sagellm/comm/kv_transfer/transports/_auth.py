@@ -16,7 +16,7 @@ import os
 
 from sagellm.core.errors import ConfigError, KVDataError
 
-MAGIC = b"sageKVt1"
+MAGIC = b"sageKVt2"
 NONCE_BYTES = MAC_BYTES = 32
 EXTRA_BYTES = 12
 """Of the transport: what it says of memory that both sides share."""

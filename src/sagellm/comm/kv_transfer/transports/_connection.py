@@ -35,9 +35,6 @@ LEAST_BYTES = 1 << 20
 """Of a payload, before a waiting process is woken."""
 AHEAD_BYTES = 4 << 10
 """Several small frames are read by one call, and of a payload no more than this is copied twice."""
-MAX_FDS = 2
-"""That a peer shares: of its slots and of its blocks."""
-
 SMALL, CHUNK, SLOT, MAPPED = range(4)
 """What a payload is. SLOT and MAPPED: it lies in memory that both sides share, not in the stream; the end of
 the head names `num_parts` slots, or parts of the sender's blocks."""
@@ -72,7 +69,8 @@ def frame(
     fields = FRAME_MAGIC, kind, flag, num_parts, len(head), num_bytes
     covered = b"".join((PREFIX.pack(*fields, 0), head, *(payload if flag == SMALL else ())))
     packed = PREFIX.pack(*fields, xxhash.xxh3_64_intdigest(covered)) + head
-    return deque((memoryview(packed), *(part for part in payload if len(part) and flag not in (SLOT, MAPPED))))
+    in_stream = payload if flag in (SMALL, CHUNK) else ()
+    return deque((memoryview(packed), *(part for part in in_stream if len(part))))
 
 
 def parse(prefix: Buffer, max_payload_bytes: int) -> FrameHead:
@@ -223,13 +221,13 @@ class PeerSocket:
 
     def _into(self, views: list[memoryview]) -> int:
         if self.deadline_s is not None and self.sock.family == socket.AF_UNIX:
-            room, flags = socket.CMSG_SPACE(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC
+            room, flags = socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
             size, ancillary, *_ = self.sock.recvmsg_into(views[:1], room, flags)
             for _, kind, data in ancillary:
                 if kind == socket.SCM_RIGHTS:
                     self.fds.extend(array("i", data[: len(data) // 4 * 4]))
-            if len(self.fds) > MAX_FDS:
-                raise KVDataError(f"a peer sends more than {MAX_FDS} descriptors")
+            if len(self.fds) > 1:
+                raise KVDataError("a peer sends more than one descriptor")
             return size
         if len(views) == 1:
             return self.sock.recv_into(views[0])

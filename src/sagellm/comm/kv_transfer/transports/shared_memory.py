@@ -59,10 +59,12 @@ class MappedPart(NamedTuple):
 class SharedMemoryTransport(SlotTransport):
     """Implements `TransportEngine`. `key`: the same on all instances, at least 16 bytes.
 
-    Blocks in `SharedPages` are read where they lie, by one copy, which the receiver makes; it maps them when
-    it is connected, and cannot write there. Other chunks go through slots: a link has `num_slots`. Instances run on one host, in one network namespace, as one user: the socket
-    has a random name in Linux's abstract namespace, so a process that is killed leaves nothing behind, and
-    peers of other users, but for root, are sent away before anything is said.
+    Blocks in `SharedPages` are read where they lie, by one copy, which the receiver makes: it maps them when
+    it is connected, and cannot write there. Other chunks go through slots, of which a link has `num_slots`.
+
+    Instances run on one host, in one network namespace, as one user: the socket has a random name in Linux's
+    abstract namespace, so a process that is killed leaves nothing behind, and peers of other users, but for
+    root, are sent away before anything is said.
     """
 
     def __init__(
@@ -140,8 +142,7 @@ class SharedMemoryTransport(SlotTransport):
             slots = Slots.of(_mapped(fd, slot_bytes * self._num_slots), slot_bytes)
             slots.free = list(range(self._num_slots))
             response = respond(_EXTRA.pack(slot_bytes, self._num_slots))
-            fds = [fd] if self._pages is None else [fd, self._pages.fd]
-            if socket.send_fds(connection.sock, [response], fds) != len(response):
+            if socket.send_fds(connection.sock, [response], [fd]) != len(response):
                 raise ConnectionError("the peer does not read")
         finally:
             os.close(fd)
@@ -149,23 +150,22 @@ class SharedMemoryTransport(SlotTransport):
             self._slots[connection.link] = slots
 
     def _shares(self, connection: PeerSocket, extra: bytes) -> None:
-        """Map the peer's slots, and its blocks if it shares them.
+        """Map the peer's slots.
 
-        Slots may be larger than ours; what lies in them is not. It must not be able to shrink them, since
+        They may be larger than ours; what lies in them is not. It must not be able to shrink them, since
         reading would crash then.
         """
         slot_bytes, num_slots = _EXTRA.unpack(extra)
-        if not connection.fds or slot_bytes * num_slots > MAX_SHARED_BYTES or num_slots > MAX_SLOTS:
+        if len(connection.fds) != 1 or slot_bytes * num_slots > MAX_SHARED_BYTES or num_slots > MAX_SLOTS:
             raise KVDataError("a peer shares no memory, or too much")
-        fd, *of_blocks = connection.fds
-        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not is_sealed or os.fstat(fd).st_size != slot_bytes * num_slots or not slot_bytes * num_slots:
-            raise KVDataError("a peer shares memory that is not sealed, or of another size")
-        slots = Slots.of(_mapped(fd, slot_bytes * num_slots), slot_bytes)
-        if of_blocks:
-            self._maps[connection.link] = mapped_to_read(of_blocks[0], MAX_MAPPED_BYTES)
-        while connection.fds:
-            os.close(connection.fds.pop())
+        fd = connection.fds.pop()
+        try:
+            is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not is_sealed or os.fstat(fd).st_size != slot_bytes * num_slots or not slot_bytes * num_slots:
+                raise KVDataError("a peer shares memory that is not sealed, or of another size")
+            slots = Slots.of(_mapped(fd, slot_bytes * num_slots), slot_bytes)
+        finally:
+            os.close(fd)
         with self._lock:
             self._slots[connection.link] = slots
             self._sizes[connection.link] = SlotSizes(num_slots, slot_bytes)
@@ -181,6 +181,24 @@ class SharedMemoryTransport(SlotTransport):
         self._give_back(connection, slots)
 
     # -- chunks that are read where they lie in blocks
+
+    def _open(self, connection: PeerSocket) -> None:
+        """Both sides have the key: share our blocks, or map the peer's."""
+        if connection.is_ours:
+            socket.send_fds(connection.sock, [b"\0"], [] if self._pages is None else [self._pages.fd])
+            super()._open(connection)
+            return
+
+        def shared() -> None:
+            if connection.fds:
+                fd = connection.fds.pop()
+                try:
+                    self._maps[connection.link] = mapped_to_read(fd, MAX_MAPPED_BYTES)
+                finally:
+                    os.close(fd)
+            super(SharedMemoryTransport, self)._open(connection)
+
+        connection.expect([memoryview(bytearray(1))], shared)
 
     def reserve(
         self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False
@@ -202,10 +220,12 @@ class SharedMemoryTransport(SlotTransport):
         return OutFrame(made, message.token, peer_reads=True)
 
     def _parts_of(self, payload: Sequence[memoryview]) -> list[MappedPart]:
-        """Where it lies in our pages, in as few parts as can be; nothing, if it lies elsewhere."""
-        found: list[MappedPart] = []
-        for view in payload if self._pages is not None else ():
-            offset = self._pages.offset_of(view) if self._pages is not None else None
+        """Where a payload lies in our pages; nothing, if it lies elsewhere."""
+        pages, found = self._pages, list[MappedPart]()
+        if pages is None:
+            return found
+        for view in filter(len, payload):
+            offset = pages.offset_of(view)
             if offset is None:
                 return []
             if found and found[-1].offset + found[-1].num_bytes == offset:
