@@ -274,7 +274,7 @@ from sagellm.comm.kv_transfer import blocks as of_instance
 from sagellm.comm.kv_transfer.options import ChannelOptions
 from tests.comm.kv_transfer.fabrics import transport
 from tests.comm.kv_transfer.world import Instance, prompt
-kind, role, blocks, is_shared = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "shared"
+kind, role, blocks, is_shared = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["shared"]
 if is_shared:
     of_instance._SMALL_BYTES = 0
 options = ChannelOptions(chunk_bytes=3000, credits=2)
