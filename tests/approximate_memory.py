@@ -10,15 +10,15 @@ from sagellm.core.plan import BlockCopy, Chain, ExecutionPlan, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.engines.simulator.token_memory import TokenBytes
+from sagellm.engines.simulator.token_memory import TokenBytes, _Row
 
 
 class ApproximateMemory(TokenMemoryBackend):
     """`TokenMemoryBackend` with a mark on each slot whose KV is approximate.
 
-    KV is approximate where it was copied to another position, and where it was computed behind such KV. An
-    answer drawn from marked KV is off by one. Only requests whose id begins with "~" may see a mark. KV is
-    copied only while `engine`, if it is set, has no step in flight.
+    KV is approximate where it was copied to another position, and where it was computed behind such KV or
+    behind dropped blocks. An answer drawn from marked KV is off by one. Only requests whose id begins with
+    "~" may see a mark. KV is copied only while `engine`, if it is set, has no step in flight.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -63,17 +63,21 @@ class ApproximateMemory(TokenMemoryBackend):
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]
-        behind = any(self._slot(row, position) in self.marked for position in range(start))
+        behind = self._is_behind_marks(row, start)
         for position in range(start, end):
             self._mark(self._slot(row, position), behind)
         super()._compute(row_id, start, end)
 
     def _compute_proposed(self, chain: Chain, start: int) -> None:
         row = self._rows[chain.row]
-        behind = any(self._slot(row, position) in self.marked for position in range(start))
+        behind = self._is_behind_marks(row, start)
         for place in range(start, start + len(chain.token_ids)):
             self._mark(self._slot(row, place), behind)
         super()._compute_proposed(chain, start)
+
+    def _is_behind_marks(self, row: _Row, stop: int) -> bool:
+        held = self._held(row, 0, stop)
+        return len(held) < stop or any(self._slot(row, position) in self.marked for position in held)
 
     def _move(self, source: int, target: int) -> None:
         super()._move(source, target)

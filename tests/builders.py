@@ -39,6 +39,7 @@ def fake_engine(
     overlap: bool = False,
     host_blocks: int = 0,
     recompute_tokens: int = 0,
+    compress_reasoning: bool = False,
     clock: Clock | None = None,
     **kv_options: Any,
 ) -> Engine:
@@ -74,6 +75,7 @@ def fake_engine(
         speculation=speculation,
         token_copies=backend if recompute_tokens and isinstance(backend, ApproximateMemory) else None,
         recompute_tokens=recompute_tokens,
+        compress_reasoning=compress_reasoning,
         clock=clock,
         events=events,
     )

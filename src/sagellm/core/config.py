@@ -133,6 +133,9 @@ class KVConfig(Section):
         16, "first tokens of each text reused so that are computed again; texts of twice as many are found",
         ge=1, le=4096,
     )  # fmt: skip
+    compress_reasoning: bool = key(
+        False, "requests may ask that old KV of their reasoning is dropped; it changes their answers"
+    )
     checkpoint_interval: Positive = key(
         256, "tokens between checkpoints of a recurrent state in decode; for models that have such states"
     )

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 
 TOKEN_BYTES = 4
-MAX_LOGPROBS = 20
-MAX_N = 128
+MAX_LOGPROBS, MAX_N = 20, 128
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1024
 MAX_RETENTIONS = 64
 MIN_REPETITION_PENALTY = 0.01
@@ -39,6 +38,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "max_tokens": (0, math.inf),
     "max_reasoning_tokens": (0, math.inf),
+    "max_reasoning_kv_tokens": (1, math.inf),
     "num_speculative_tokens": (0, 64),
     "soft_reasoning_tokens": (0, math.inf),
     "soft_reasoning_slope": (0.0, 100.0),
@@ -232,8 +232,9 @@ class SamplingParams:
 
     With `max_reasoning_tokens` at most so many tokens come between the markers of reasoning, and then the end
     marker, whatever the model would draw. Behind `soft_reasoning_tokens` of them the logit of the end marker
-    is raised, with each token by `soft_reasoning_slope` more. `reasoning_token_ids`: start and end marker;
-    empty: those of the tokenizer, which `LLM` fills in.
+    is raised, with each token by `soft_reasoning_slope` more. With `max_reasoning_kv_tokens` later tokens see
+    at most about so many of the reasoning. `reasoning_token_ids`: start and end marker; empty: those of the
+    tokenizer, which `LLM` fills in.
 
     `num_speculative_tokens`: at most so many tokens are proposed in a step, where the engine speculates; 0:
     none, None: as many as for others. No token depends on it.
@@ -255,6 +256,7 @@ class SamplingParams:
     max_reasoning_tokens: int | None = None
     soft_reasoning_tokens: int | None = None
     soft_reasoning_slope: float = 0.1
+    max_reasoning_kv_tokens: int | None = None
     reasoning_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     stop: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from sagellm.core.config_layers import (
 )
 from sagellm.core.errors import ConfigError, UnsupportedModelError
 from sagellm.core.events import EventBus
+from sagellm.core.features import DROPPED_BLOCKS
 from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress, TokenCopies
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -162,6 +163,7 @@ def _engine_around(
     capability = backend.capability()
     passes = build_passes(config.scheduler)
     check_features(passes, capability)
+    check_dropped_blocks(config.kv, capability)
     kv = build_kv(
         _kv_of(config.kv, capability),
         capability.num_blocks,
@@ -192,6 +194,7 @@ def _engine_around(
         ),
         token_copies=build_token_copies(config.kv, backend),
         recompute_tokens=config.kv.approximate_recompute_tokens,
+        compress_reasoning=config.kv.compress_reasoning,
         clock=clock,
         events=events,
     )
@@ -214,6 +217,15 @@ def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopi
         return source()
     except UnsupportedModelError as error:
         raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error
+
+
+def check_dropped_blocks(config: KVConfig, capability: CapabilityDescriptor) -> None:
+    """Raise `ConfigError` for `kv.compress_reasoning` where no blocks can be dropped."""
+    if config.compress_reasoning and DROPPED_BLOCKS not in capability.features:
+        raise ConfigError(
+            "kv.compress_reasoning needs the native backend without a draft head, and a model whose layers "
+            "all have plain attention with RoPE: leave it out"
+        )
 
 
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:

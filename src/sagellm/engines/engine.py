@@ -29,9 +29,9 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, EngineFailedError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
-from sagellm.core.features import APPROXIMATE_REUSE
+from sagellm.core.features import APPROXIMATE_REUSE, REASONING_KV
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import (
     RANKS_END_S,
     EngineDiagnostics,
@@ -56,16 +56,17 @@ from sagellm.core.types import (
 )
 from sagellm.engines.approximate import ApproximateReuse
 from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
+from sagellm.engines.compaction import compact
 from sagellm.engines.kv_waits import KVWaits
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.planner import MustLeave, Planner
 from sagellm.engines.prefill_sends import OnLayer, PrefillSends
+from sagellm.engines.reasoning_kv import ReasoningKV
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.speculation import Speculation
 from sagellm.engines.validation import check_request
 from sagellm.engines.view import EngineView
-from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 
@@ -80,7 +81,8 @@ RANKS_LOOK_S = 1.0
 class Engine:
     """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it. With
     `overlap` the backend runs in a thread of its own; the tokens are the same. With `token_copies` requests
-    may ask for approximate reuse, of which `recompute_tokens` are computed again in each run."""
+    may ask for approximate reuse, of which `recompute_tokens` are computed again in each run; with
+    `compress_reasoning`, that old KV of their reasoning is dropped."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class Engine:
         speculation: Speculation | None = None,
         token_copies: TokenCopies | None = None,
         recompute_tokens: int = 16,
+        compress_reasoning: bool = False,
         clock: Clock | None = None,
         events: EventBus | None = None,
     ) -> None:
@@ -122,6 +125,10 @@ class Engine:
         if token_copies is not None:
             self._approximate = ApproximateReuse(table, kv, token_copies, recompute_tokens)
             self._capability = replace(capability, features=capability.features | {APPROXIMATE_REUSE})
+        self.reasoning_kv = ReasoningKV(kv) if compress_reasoning else None
+        if compress_reasoning:
+            features = self._capability.features | {REASONING_KV}
+            self._capability = replace(self._capability, features=features)
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
             table,
@@ -156,6 +163,8 @@ class Engine:
         self.check_request(request)
         state = RequestState.of(request)
         self._request_table.add(state)
+        if self.reasoning_kv is not None:
+            self.reasoning_kv.add(state)
         if self._kv_waits is not None:
             self._kv_waits.add(state)
         now_s = self.clock.now()
@@ -250,6 +259,7 @@ class Engine:
             tiers=() if kv.tiers is None else kv.tiers.states(),
             num_kv_waits=0 if self._kv_waits is None else self._kv_waits.num_waits,
             num_approximate_tokens=0 if self._approximate is None else self._approximate.num_tokens,
+            num_dropped_tokens=0 if self.reasoning_kv is None else self.reasoning_kv.num_tokens,
             step_s=self._step_s,
             communication_s=getattr(self.backend, "communication_s", None),
         )
@@ -300,19 +310,7 @@ class Engine:
         kv = self.kv
         if kv.blocks_move:
             return 0
-        moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
-        if not moves:
-            return 0
-        kv.remap(moves)
-        tables = [(s.row, tuple(kv.block_table(s.request_id))) for s in self._request_table.running]
-        deltas = tuple(BlockTableDelta(row, 0, block_ids) for row, block_ids in tables)
-        copies = tuple(as_copies(moves))
-        try:
-            self.backend.execute(ExecutionPlan(self._num_steps, table_deltas=deltas, copies=copies))
-        except Exception:
-            kv.remap({target: source for source, target in moves.items()})
-            raise
-        return len(moves)
+        return compact(kv, self.backend, self._request_table.running, self._num_steps, max_copies)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
@@ -353,9 +351,10 @@ class Engine:
         self.kv.hints.advance()
         if not has_step:
             return self._take_outputs()
-        if self._approximate is not None and self._approximate.is_ready:
-            self.drain()
-            self._approximate.advance()
+        for part in (self._approximate, self.reasoning_kv):
+            if part is not None and part.is_ready:
+                self.drain()
+                part.advance()
         current = self._in_flight or self._begin_step()
         following = None
         if self._in_flight is not None and not self._recovery.isolates:

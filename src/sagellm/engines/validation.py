@@ -7,8 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
-from sagellm.core.features import APPROXIMATE_REUSE, PROMPT_LOGPROBS, REASONING_BUDGETS
-from sagellm.core.types import CapabilityDescriptor, Request
+from sagellm.core.features import APPROXIMATE_REUSE, PROMPT_LOGPROBS, REASONING_BUDGETS, REASONING_KV
+from sagellm.core.types import CapabilityDescriptor, Request, SamplingParams
+
+LEAST_BLOCKS = 4
+"""Of reasoning, whose KV is kept where the rest is dropped."""
 
 
 def check_request(
@@ -52,6 +55,7 @@ def _check_reasoning(request: Request, capability: CapabilityDescriptor) -> None
     _check_ids(
         "reasoning_token_ids: ", params.reasoning_token_ids, capability.vocab_size, "reasoning_token_ids"
     )
+    _check_reasoning_kv(params, capability)
     if not params.has_reasoning_budget:
         return
     if REASONING_BUDGETS not in capability.features:
@@ -60,6 +64,27 @@ def _check_reasoning(request: Request, capability: CapabilityDescriptor) -> None
         )
     if not params.reasoning_token_ids:
         raise RequestError(f"{field} needs reasoning_token_ids: the start and the end marker", field)
+
+
+def _check_reasoning_kv(params: SamplingParams, capability: CapabilityDescriptor) -> None:
+    """What is kept of reasoning needs an engine that drops the rest, markers, and some blocks."""
+    field, least = "max_reasoning_kv_tokens", LEAST_BLOCKS * capability.block_size
+    if params.max_reasoning_kv_tokens is None:
+        return
+    if REASONING_KV not in capability.features:
+        raise UnsupportedParameterError(
+            f"{field}: this server keeps all KV of reasoning. Set kv.compress_reasoning: true on the server, "
+            "or leave the field out",
+            field,
+        )
+    if not params.reasoning_token_ids:
+        raise RequestError(f"{field} needs reasoning_token_ids: the start and the end marker", field)
+    if params.max_reasoning_kv_tokens < least:
+        raise RequestError(
+            f"{field} must be at least {least}, {LEAST_BLOCKS} blocks of {capability.block_size} tokens, got "
+            f"{params.max_reasoning_kv_tokens}",
+            field,
+        )
 
 
 def _check_length(request: Request, max_model_len: int, account_tokens: int) -> None:

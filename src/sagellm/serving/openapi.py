@@ -21,6 +21,7 @@ from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.protocols.cot import MIN_WINDOW
 from sagellm.core.registry import registry
 from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.engines.validation import LEAST_BLOCKS
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
@@ -467,6 +468,10 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "num_speculative_tokens": _or_null(_in_range("num_speculative_tokens", whole=True)),
         "soft_reasoning_tokens": _or_null(
             *[_in_range("soft_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
+        ),
+        "max_reasoning_kv_tokens": _or_null(
+            *[_integer(LEAST_BLOCKS * gateway.llm.capability().block_size, 2**31)]
+            * gateway.llm.has_reasoning_kv
         ),
         "soft_reasoning_slope": _or_null(_in_range("soft_reasoning_slope", whole=False)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),

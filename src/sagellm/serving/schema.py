@@ -225,6 +225,7 @@ class GenerationFields(Body):
     max_reasoning_tokens: int | None = None
     soft_reasoning_tokens: int | None = None
     soft_reasoning_slope: float | None = None
+    max_reasoning_kv_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

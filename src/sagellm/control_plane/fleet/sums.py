@@ -79,6 +79,7 @@ def summed_diagnostics(
         tiers=_tiers([state for each in known for state in each.tiers]),
         num_kv_waits=sum(each.num_kv_waits for each in known),
         num_approximate_tokens=sum(each.num_approximate_tokens for each in known),
+        num_dropped_tokens=sum(each.num_dropped_tokens for each in known),
         step_s=sum(each.step_s for each in known),
         communication_s=sum(spent) if spent else None,
     )

@@ -68,9 +68,10 @@ class EngineDiagnostics:
     `expert_rows`: by layer, how many rows each of its experts has computed. `checkpoints`: `resident`,
     `made` and `evicted` checkpoints of recurrent states; empty for a model without any. `tiers`: memory below
     the device, the nearest first. `num_kv_waits`: how often requests waited for KV from there.
-    `num_approximate_tokens`: tokens whose KV was copied from another position. `step_s`: seconds
-    that the backend has computed. `communication_s`: those of them that the first of several ranks has spent
-    in communication with the others; None for one rank. `tenants`: of a fleet with quotas, by tenant.
+    `num_approximate_tokens`: tokens whose KV was copied from another position. `num_dropped_tokens`: those of
+    reasoning whose KV was dropped. `step_s`: seconds that the backend has computed. `communication_s`: those
+    of them that the first of several ranks has spent in communication with the others; None for one rank.
+    `tenants`: of a fleet with quotas, by tenant.
     """
 
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class EngineDiagnostics:
     tiers: Sequence[TierState] = ()
     num_kv_waits: int = 0
     num_approximate_tokens: int = 0
+    num_dropped_tokens: int = 0
     step_s: float = 0.0
     communication_s: float | None = None
     tenants: Mapping[str, TenantUse] = field(default_factory=dict)
@@ -128,7 +130,9 @@ class InferenceBackend(Protocol):
     `simulated_tiers`, as `SimulatedBackend` has it. Approximate reuse needs `token_copier()`, which returns
     a `TokenCopies` or raises `UnsupportedModelError`. A backend of several processes has `check_ranks()`,
     which raises `EngineFailedError` once one has ended, `end_ranks(grace_s)`, as that of `EngineCore`, and
-    `communication_s`. A backend whose model has a draft head has a `drafter`, a `TokenDrafter`.
+    `communication_s`. A backend whose model has a draft head has a `drafter`, a `TokenDrafter`. With the
+    feature `DROPPED_BLOCKS` a block table may have `NO_PAGE` for blocks before those that a step computes:
+    tokens do not see what they held.
 
     `execute_by_layer(plan, on_layer)`, where a backend has it, is `execute`, and calls `on_layer(n)` on its
     thread once the KV of the first n layers of the step is written or, on a device with streams, launched: so

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from sagellm.accel.cot.early_exit import ProbeExit
 from sagellm.accel.cot.self_consistency import SelfConsistency
 from sagellm.core.errors import RequestError, nearest
+from sagellm.core.features import REASONING_KV
 from sagellm.core.protocols.acceleration import AccelReport
 from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop
+from sagellm.engines.reasoning_kv import ReasoningKV
 from sagellm.engines.speculation import Speculation
 
 SPECULATION, EARLY_STOP, EARLY_EXIT = "speculation", "early_stop", "early_exit"
@@ -27,14 +29,17 @@ class _Acceleration:
 class Accelerations:
     """Implements `AccelController` for the life of an `LLM`.
 
-    `speculation`: that of the engine; None: it has none. The server adds what it does itself.
+    `speculation` and `reasoning_kv`: those of the engine; None: it has none. The server adds what it does
+    itself.
     """
 
-    def __init__(self, speculation: Speculation | None) -> None:
-        self._speculation = speculation
+    def __init__(self, speculation: Speculation | None, reasoning_kv: ReasoningKV | None = None) -> None:
+        self._speculation, self._reasoning_kv = speculation, reasoning_kv
         self._known = {name: _Acceleration(is_exact=False) for name in (EARLY_STOP, EARLY_EXIT)}
         if speculation is not None:
             self.add(SPECULATION, is_exact=True)
+        if reasoning_kv is not None:
+            self.add(REASONING_KV, is_exact=False)
 
     def add(self, name: str, *, is_exact: bool) -> None:
         """Take in an acceleration, which is on."""
@@ -51,6 +56,8 @@ class Accelerations:
         self._known[name].is_on = on
         if name == SPECULATION and self._speculation is not None:
             self._speculation.is_on = on
+        if name == REASONING_KV and self._reasoning_kv is not None:
+            self._reasoning_kv.is_on = on
 
     def early_stop(self, num_samples: int, rule: EarlyStop) -> CoTAccelerator:
         return SelfConsistency(num_samples, rule if self.is_on(EARLY_STOP) else None)
@@ -74,4 +81,6 @@ class Accelerations:
             accepted = speculation.num_accepted
             saved = {"tokens": accepted, "seconds": speculation.counts().saved_s}
             spent = {"tokens": speculation.num_proposed - accepted}
+        if name == REASONING_KV and self._reasoning_kv is not None:
+            saved = {"kv_tokens": self._reasoning_kv.num_tokens}
         return AccelReport(name, known.is_on, known.is_exact, saved, spent)

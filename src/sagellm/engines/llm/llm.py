@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError, nearest, shown
-from sagellm.core.features import REASONING_BUDGETS
+from sagellm.core.features import REASONING_BUDGETS, REASONING_KV
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.cot import EarlyExit, StepAction
 from sagellm.core.protocols.engine import (
@@ -108,7 +108,8 @@ class LLM:
         self._clock = clock or engine.clock
         self._open: dict[str, _OpenRequest] = {}
         self._by_engine_id: dict[str, _OpenRequest] = {}
-        self.accelerations = Accelerations(getattr(engine, "speculation", None))
+        parts = (getattr(engine, name, None) for name in ("speculation", "reasoning_kv"))
+        self.accelerations = Accelerations(*parts)
         self._early_exits = EarlyExits(engine, tokenizer, self.accelerations)
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
@@ -169,10 +170,11 @@ class LLM:
             if not 0 <= token_id < self.tokenizer.vocab_size:
                 limit = f"[0, {self.tokenizer.vocab_size})"
                 raise RequestError(f"logit_bias: token id {token_id} is not in {limit}", "logit_bias")
-        if params.has_reasoning_budget and not params.reasoning_token_ids:
+        limits = ("max_reasoning_tokens", "soft_reasoning_tokens", "max_reasoning_kv_tokens")
+        asked = next((name for name in limits if getattr(params, name) is not None), None)
+        if asked is not None and not params.reasoning_token_ids:
             if not self.tokenizer.reasoning_token_ids:
-                is_hard = params.max_reasoning_tokens is not None
-                raise _no_markers("max_reasoning_tokens" if is_hard else "soft_reasoning_tokens")
+                raise _no_markers(asked)
             params = replace(params, reasoning_token_ids=self.tokenizer.reasoning_token_ids)
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
@@ -337,6 +339,12 @@ class LLM:
     def has_early_exits(self) -> bool:
         """Whether requests may have `early_exit`."""
         return self.has_reasoning_budgets and self._early_exits.are_possible
+
+    @property
+    def has_reasoning_kv(self) -> bool:
+        """Whether requests may have `max_reasoning_kv_tokens`."""
+        is_possible = REASONING_KV in self._engine.capability().features
+        return is_possible and bool(self.tokenizer.reasoning_token_ids)
 
     @property
     def bytes_per_block(self) -> int:

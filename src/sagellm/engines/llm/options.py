@@ -64,6 +64,9 @@ class RequestOptions:
             rule: object = getattr(self, name)
             if rule is not None and not isinstance(rule, kind):
                 raise RequestError(f"{name} must be an {kind.__name__} or None, got {shown(rule)}", name)
+        if self.early_exit is not None and params.max_reasoning_kv_tokens is not None:
+            why = "its probes share all KV of the reasoning, so that none can be dropped"
+            raise RequestError(f"early_exit goes without max_reasoning_kv_tokens: {why}", "early_exit")
         if self.early_stop is not None and params.n < MIN_WINDOW:
             least = f"early_stop needs n of at least {MIN_WINDOW}: how many choices there may be"
             raise RequestError(f"{least}, got {params.n}", "early_stop")

@@ -42,18 +42,24 @@ _THREADED_SCORES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of one sequence: flat rows `[first_row, first_row + num_tokens)`. Their positions
-    are `[start, start + num_tokens)`; `block_ids` is the sequence's block table up to its end.
+    """Consecutive tokens of one sequence: flat rows `[first_row, first_row + num_tokens)`. They are tokens
+    `[start, start + num_tokens)` of those that have KV; `block_ids` is the sequence's block table up to its
+    end. `num_dropped`: tokens before them that have none any more, so that positions are by so much higher.
     """
 
     first_row: int
     num_tokens: int
     start: int
     block_ids: Sequence[int]
+    num_dropped: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def positions(self) -> range:
+        return range(self.start + self.num_dropped, self.end + self.num_dropped)
 
     @property
     def rows(self) -> slice:

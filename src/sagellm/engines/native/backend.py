@@ -15,7 +15,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, KernelError, PlanError
-from sagellm.core.features import PROMPT_LOGPROBS, REASONING_BUDGETS, SYNTHETIC_DRAWS
+from sagellm.core.features import DROPPED_BLOCKS, PROMPT_LOGPROBS, REASONING_BUDGETS, SYNTHETIC_DRAWS
 from sagellm.core.plan import Chain, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet, KernelSource
@@ -45,7 +45,7 @@ from sagellm.engines.native.recurrent.states import KeptPart, RecurrentStates
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.synthetic_draws import SyntheticDraws
-from sagellm.engines.native.token_copies import TokenCopier
+from sagellm.engines.native.token_copies import TokenCopier, sees_kv_by_slot
 
 if TYPE_CHECKING:
     from sagellm.engines.native.bridge.description import BridgedSpec
@@ -326,6 +326,7 @@ class NativeBackend:
 
     def _features(self) -> frozenset[str]:
         more = {SYNTHETIC_DRAWS} if isinstance(self._sample, SyntheticDraws) else set[str]()
+        more |= {DROPPED_BLOCKS} if sees_kv_by_slot(self._model) else set()
         return (FEATURES | more) - (NOT_RECURRENT if self._kv.states else set())
 
     def get_kv_schema(self) -> KVCacheSchema:

@@ -33,5 +33,5 @@ def branches_of(tree: Span, parents: Sequence[int], block_size: int) -> list[Spa
         table = array("i")
         table.frombytes(seen.tobytes())
         count = stop - first
-        found.append(Span(tree.first_row + 1 + first, count, len(table) - count, table))
+        found.append(Span(tree.first_row + 1 + first, count, len(table) - count, table, tree.num_dropped))
     return found

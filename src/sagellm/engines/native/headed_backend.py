@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from sagellm.core.features import DROPPED_BLOCKS
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import CapabilityDescriptor, TokenLogprob
@@ -54,8 +55,8 @@ class HeadedBackend(NativeBackend):
         return self._max_num_seqs * blocks_per_row(block_size)
 
     def capability(self) -> CapabilityDescriptor:
-        found = super().capability()
-        return replace(found, features=found.features | {DRAFT_HEAD})
+        found = super().capability()  # the head finds KV by position, so no block may be missing
+        return replace(found, features=(found.features | {DRAFT_HEAD}) - {DROPPED_BLOCKS})
 
     def token_copier(self) -> TokenCopier:
         return TokenCopier(self._model, self._kv, self._head)

@@ -141,7 +141,7 @@ class RecordedSteps:
     ) -> torch.Tensor:
         """As `logits`, of rows as `DecodeInputs.fill` takes them."""
         size = self._size(len(tokens))
-        self._ensure_length(min(self._max_length, max(span.end for span in spans) + ahead))
+        self._ensure_length(min(self._max_length, max(span.positions.stop for span in spans) + ahead))
         self._inputs.fill(tokens, spans, tables, size, ahead)
         return self._replayed(size, len(tokens))
 
@@ -163,7 +163,7 @@ class RecordedSteps:
         """
         assert self._draws is not None
         size, draws = len(tokens), self._draws
-        self._ensure_length(min(self._max_length, max(span.end for span in spans) + count - 1))
+        self._ensure_length(min(self._max_length, max(span.positions.stop for span in spans) + count - 1))
         self._inputs.fill(tokens, spans, tables, size, count - 1)
         draws.begin(count)
         for _ in range(count):
@@ -335,7 +335,9 @@ class DecodeInputs:
         self._filled = tables
         count, size, num_spans = len(tokens), self._block_size, len(spans)
         starts = [span.start for span in spans]
-        places = [at for span in spans for at in range(span.start, span.end)] if num_spans < count else starts
+        places = [span.start + span.num_dropped for span in spans]
+        if num_spans < count:
+            places = [at for span in spans for at in span.positions]
         num_blocks = [cdiv(span.end + ahead, size) for span in spans]
         firsts = list(accumulate(num_blocks, initial=0))
         padding = firsts.pop()

@@ -32,13 +32,19 @@ Tables = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class BatchRow:
-    """One running request. `tokens` is prompt and output; `tables` has its block ids in each KV group."""
+    """One running request. `tokens` is prompt and output; `tables` has its block ids in each KV group.
+
+    Once blocks have been dropped out of the middle of its only table, `tables` has the others, and
+    `with_dropped` all of them, `NO_PAGE` for those. `num_dropped`: tokens whose KV they held.
+    """
 
     request_id: str
     tokens: array[int]
     num_prompt_tokens: int
     tables: list[array[int]]
     sampler: RowSampler
+    with_dropped: array[int] | None = None
+    num_dropped: int = 0
 
 
 class BatchRows:
@@ -84,19 +90,26 @@ class BatchRows:
 
     def _update_table(self, delta: BlockTableDelta) -> None:
         row = self.row(delta.row)
-        self._check_blocks(row.request_id, delta.block_ids)
-        first, held = delta.first // self._num_groups, len(row.tables[0])
+        self._check_blocks(row.request_id, delta.block_ids, may_drop=True)
+        drops = self._num_groups == 1 and NO_PAGE in delta.block_ids
+        if drops and row.with_dropped is None:
+            row.with_dropped = row.tables[0]
+        tables = row.tables if row.with_dropped is None else [row.with_dropped]
+        first, held = delta.first // self._num_groups, len(tables[0])
         if first > held:
             raise PlanError(f"{row.request_id} grows at block {first} of a table of {held}")
-        for table, new in zip(row.tables, self._by_group(delta.block_ids), strict=True):
+        for table, new in zip(tables, self._by_group(delta.block_ids), strict=True):
             table[first : first + len(new)] = new
+        if row.with_dropped is not None:
+            row.tables = [array("i", [block for block in row.with_dropped if block != NO_PAGE])]
+            row.num_dropped = (len(row.with_dropped) - len(row.tables[0])) * self._block_size
 
     def _by_group(self, block_ids: Sequence[int]) -> list[array[int]]:
         """The ids of each KV group. In `block_ids` those of one position follow those of another."""
         return [array("i", block_ids[group :: self._num_groups]) for group in range(self._num_groups)]
 
-    def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        least = 0 if self._num_groups == 1 else NO_PAGE
+    def _check_blocks(self, request_id: str, block_ids: Sequence[int], *, may_drop: bool = False) -> None:
+        least = NO_PAGE if may_drop or self._num_groups > 1 else 0
         if block_ids and (min(block_ids) < least or max(block_ids) >= self._num_blocks):
             raise PlanError(f"{request_id} has a block outside the pool of {self._num_blocks}: {block_ids}")
         if len(block_ids) % self._num_groups:
@@ -125,7 +138,11 @@ class BatchRows:
         """
         proposed = self._proposed(plan)
         trees = {chain.row: chain.parents for chain in plan.chains if chain.parents}
-        order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
+        lengths = [
+            position - self.row(row).num_dropped
+            for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True)
+        ]
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         if proposed:
             order.sort(key=lambda i: (plan.decode_rows[i] in trees, plan.decode_rows[i] in proposed))
         spans: list[Span] = []
@@ -144,10 +161,11 @@ class BatchRows:
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
         for span, row in zip(spans, rows, strict=True):
             if row in trees:
-                positions.append(span.start)
-                positions.extend(span.start + 1 + depth for depth in depths_of(trees[row]))
+                start = span.positions.start
+                positions.append(start)
+                positions.extend(start + 1 + depth for depth in depths_of(trees[row]))
             else:
-                positions.extend(range(span.start, span.end))
+                positions.extend(span.positions)
         in_group = [spans]
         for group in range(1, self._num_groups):
             tables = [self._rows[row].tables[group] for row in rows]
@@ -161,7 +179,7 @@ class BatchRows:
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
-            max_position=max(span.end for span in spans) - 1,
+            max_position=max(span.positions.stop for span in spans) - 1,
             slots=[to_device(self._slots(own), device) for own in in_group],
             sampled=to_device(self._sampled(plan, order, spans, scored), device),
             attention={
@@ -268,16 +286,18 @@ class BatchRows:
     def _span(self, first_row: int, row: int, start: int, num_tokens: int, num_proposed: int = 0) -> Span:
         """A span that may end `num_proposed` tokens behind those of the row."""
         batch_row = self.row(row)
-        span = Span(first_row, num_tokens, start, batch_row.tables[0])
+        dropped = batch_row.num_dropped
+        span = Span(first_row, num_tokens, start - dropped, batch_row.tables[0], dropped)
         limits = {
             "tokens": len(batch_row.tokens) + num_proposed,
-            "slots in its blocks": len(batch_row.tables[0]) * self._block_size,
+            "slots in its blocks": len(batch_row.tables[0]) * self._block_size + dropped,
             "positions in the model's length": self._max_length,
         }
         for name, limit in limits.items():
-            if num_tokens < 1 or start < 0 or span.end > limit:
+            if num_tokens < 1 or span.start < 0 or span.positions.stop > limit:
                 raise PlanError(
-                    f"{batch_row.request_id} has {limit} {name}; [{start}, {span.end}) cannot be computed"
+                    f"{batch_row.request_id} has {limit} {name}; [{start}, {start + num_tokens}) cannot be "
+                    "computed"
                 )
         return span
 
@@ -310,7 +330,7 @@ class BatchRows:
         ends = [(row, at, at + longer.get(row, 0)) for row, at in places]
         ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]
         return [
-            table[last // size]
+            table[(last - self.row(row).num_dropped) // size]
             for row, start, last in ends
             if last // size * size >= start
             for table in self.row(row).tables
@@ -339,10 +359,11 @@ class BatchRows:
         starts = dict(zip(plan.decode_rows, plan.decode_positions, strict=True))
         sources, targets, size = list[int](), list[int](), self._block_size
         for chain in plan.chains:
+            own = self._rows[chain.row]
             for depth, node in enumerate(accepted[chain.row] if chain.parents else ()):
-                for table in self._rows[chain.row].tables if node != depth else ():
+                for table in own.tables if node != depth else ():
                     for slots, index in ((sources, node), (targets, depth)):
-                        place = starts[chain.row] + 1 + index
+                        place = starts[chain.row] - own.num_dropped + 1 + index
                         slots.append(table[place // size] * size + place % size)
         return sources, targets
 

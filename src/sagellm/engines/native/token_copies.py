@@ -76,6 +76,14 @@ def _cos_sin(rope: RopeSpec, distance: int, like: torch.Tensor) -> tuple[torch.T
     return cos, sin
 
 
+def sees_kv_by_slot(model: object) -> bool:
+    """Whether only keys carry positions, so that attention is the same without some blocks before."""
+    try:
+        return isinstance(model, DecoderModel) and all(map(plain_attention, model._layers))
+    except UnsupportedModelError:
+        return False
+
+
 def plain_attention(layer: DecoderLayer) -> Attention:
     """The attention of a layer whose KV can be moved.
 

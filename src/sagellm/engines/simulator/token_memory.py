@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
+from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.features import REASONING_BUDGETS
+from sagellm.core.features import DROPPED_BLOCKS, REASONING_BUDGETS
 from sagellm.core.plan import BlockCopy, Chain, ExecutionPlan, Join, KeptState, StepResult
 from sagellm.core.protocols.kv_tiers import Buffer
 from sagellm.core.token_trees import ROOT, depths_of
@@ -65,6 +66,7 @@ class _Row:
     wants_logprobs: bool
     num_in_state: int
     reasoning: ReasoningTracker | None = None
+    may_drop: bool = False
 
 
 class TokenBytes:
@@ -98,7 +100,8 @@ class TokenMemoryBackend:
     """Draws `answer(tokens)`, a hash of all tokens so far.
 
     The answer is the same in any batch, chunking and block placement, and with any proposed tokens. The
-    log-probability of a token is minus its position. Budgets of reasoning are kept.
+    log-probability of a token is minus its position. Budgets of reasoning are kept. Without windows, blocks
+    of a request with `max_reasoning_kv_tokens` may be dropped: then the tokens in them are not in the hash.
     """
 
     def __init__(
@@ -126,6 +129,9 @@ class TokenMemoryBackend:
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
             features=frozenset({REASONING_BUDGETS}), sliding_window=sliding_window,
         )  # fmt: skip
+        if sliding_window is None and not schema.groups and not state_pages:
+            features = self._capability.features | {DROPPED_BLOCKS}
+            self._capability = replace(self._capability, features=features)
         self._memory = SlotMemory(num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
@@ -153,7 +159,10 @@ class TokenMemoryBackend:
             tokens, block_ids = Tokens.frombytes(join.tokens), list(join.block_ids)
             prompt, outputs = tokens.slice(0, join.num_prompt_tokens), tokens.slice(join.num_prompt_tokens)
             reasoning = ReasoningTracker.of(join.params, prompt, outputs, join.eos_token_ids)
-            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs, join.num_computed, reasoning)
+            may_drop = join.params.max_reasoning_kv_tokens is not None
+            self._rows[join.row] = _Row(
+                tokens, block_ids, wants_logprobs, join.num_computed, reasoning, may_drop
+            )
             if self.get_kv_schema().state_bytes and join.num_computed:
                 self._restore(tokens, join)
         for delta in plan.table_deltas:
@@ -227,6 +236,13 @@ class TokenMemoryBackend:
         window = self._capability.sliding_window
         return 0 if window is None else max(0, num_tokens - window)
 
+    def _held(self, row: _Row, first: int, stop: int) -> list[int]:
+        """Positions from `first` on whose blocks have not been dropped."""
+        if not row.may_drop or DROPPED_BLOCKS not in self._capability.features:
+            return list(range(first, stop))
+        size = self._capability.block_size
+        return [position for position in range(first, stop) if row.blocks[position // size] != NO_PAGE]
+
     def _slot(self, row: _Row, position: int, group: int = 0) -> int:
         size = self._capability.block_size
         block = row.blocks[position // size * len(self._windows) + group]
@@ -251,7 +267,7 @@ class TokenMemoryBackend:
         for group, window in enumerate(self._windows):
             for position in range(start, end):
                 self._memory[self._slot(row, position, group)] = (row.tokens[position], position, group)
-            for position in range(first_seen(window, start), end):
+            for position in self._held(row, first_seen(window, start), end):
                 self._read(row_id, position, group)
 
     def _compute_proposed(self, chain: Chain, start: int) -> None:
@@ -269,7 +285,7 @@ class TokenMemoryBackend:
         for group, window in enumerate(self._windows):
             if place != position:
                 self._move(self._slot(row, place, group), self._slot(row, position, group))
-            for seen in range(first_seen(window, position), position + 1):
+            for seen in self._held(row, first_seen(window, position), position + 1):
                 self._read(row_id, seen, group)
 
     def _move(self, source: int, target: int) -> None:
@@ -312,6 +328,6 @@ class TokenMemoryBackend:
 
     def _draw(self, row_id: int, num_tokens: int) -> int:
         seen = Tokens()
-        for position in range(self._first(num_tokens), num_tokens):
+        for position in self._held(self._rows[row_id], self._first(num_tokens), num_tokens):
             seen.append(self._read(row_id, position, 0))
         return self.answer(seen)

@@ -13,6 +13,7 @@ Every block has one owner at a time. The owners, in the order in which a block c
 
     pinned by a hit      from the bind that admits a request until its release (or rollback)
     pinned by a client   from pin_prefix until unpin_prefix
+    dropped              free; its place in the table of its request stays empty (dropped.py)
     shared last block    stays its request's own; requests of its group copy it while that request runs
     on its way here      from begin_receive until publish, hand_over or abort (kv_pool/tiers/arrivals.py)
     on its way down      pinned from the commit or release that offers a path until its tiers have it
@@ -54,6 +55,7 @@ from sagellm.core.protocols.prefix_cache import (
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, KVGroup, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmentation, SlidingWindows
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig, Checkpoints
+from sagellm.kvmgr.manager.dropped import DroppedBlocks
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.loads import TierLoads
 from sagellm.kvmgr.manager.page_groups import PageGroups
@@ -113,6 +115,7 @@ class KVCacheManager:
         self.block_size, self.namespace_of = pool.block_size, sharing.namespace_of
         self._tables = BlockTables(pool)
         self._tails = SharedTails(self._tables, pool.block_size)
+        self.dropped = DroppedBlocks(self._tables, pool)
         if has_pages and (quota is not None or tiers is not None or window is not None):
             raise ValueError("KV groups and recurrent states go with neither quotas nor tiers")
         self.checkpoints = self._pages = None

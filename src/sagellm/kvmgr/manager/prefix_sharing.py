@@ -275,7 +275,7 @@ class SharedTails:
             return False
         donor = self._tables[tail.request_id]
         if not donor.pages:
-            return True
+            return donor.block_ids[tail.position] != NO_PAGE
         return (
             donor in self
             and tail.position == donor.num_shared

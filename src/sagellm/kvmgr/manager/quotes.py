@@ -159,7 +159,8 @@ class Quotes:
 
     def first_lost_block(self, state: RequestState) -> int:
         """The first block of its table that preempting the request makes available to others."""
-        return len(self._tables[state.request_id].block_ids) - self._num_lost(state)
+        blocks = self._tables[state.request_id]
+        return len(blocks.block_ids) - blocks.num_dropped - self._num_lost(state)
 
     def _num_lost(self, state: RequestState) -> int:
         """Blocks of its first KV group that preempting the request makes available to others."""

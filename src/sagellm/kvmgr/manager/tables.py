@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.binding import Binding
+from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockTableDelta, RequestState
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
@@ -85,6 +86,9 @@ class RequestBlocks:
     `num_exact`: KV behind so many tokens is an approximation. It belongs to this request alone: only exact KV
     enters the index, which tiers save from, and only exact tails are shared.
 
+    `num_dropped`: of its own blocks so many were dropped (`DroppedBlocks`). The others see their KV no more;
+    its table has `NO_PAGE` in their places.
+
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
     backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
     """
@@ -99,6 +103,7 @@ class RequestBlocks:
     kept_states: dict[int, Allocation] = field(default_factory=dict)
     is_windowed: bool = False
     num_exact: int = sys.maxsize
+    num_dropped: int = 0
     unsent_from: int | None = None
     unsent_since: int = 0
 
@@ -128,7 +133,14 @@ class RequestBlocks:
     def check(self, indexed: BlockIds) -> None:
         """Raise `BookkeepingError` unless the table is `indexed`, the pinned blocks, and then its own."""
         table, shared, name = self.block_ids, self.num_shared, self.state.request_id
-        if table[shared:] != self.own.block_ids:
+        own = table[shared:]
+        if self.num_dropped:
+            own = array("i", [block for block in own if block != NO_PAGE])
+            if len(table) - shared - len(own) != self.num_dropped:
+                raise BookkeepingError(
+                    f"{name}: {self.num_dropped} blocks were dropped, its table says otherwise"
+                )
+        if own != self.own.block_ids:
             raise BookkeepingError(f"{name}: the table and the request's own blocks differ")
         if not self.is_windowed and (self.hit.num_blocks != shared or table[:shared] != indexed):
             raise BookkeepingError(f"{name}: the table and the blocks of its pinned prefix differ")
@@ -248,8 +260,10 @@ class BlockTables:
 
     def unused_share(self) -> float:
         """Share of the slots in requests' blocks without a token, 0 to 1."""
-        slots = self._pool.block_size * sum(len(blocks.block_ids) for blocks in self)
-        return 1 - sum(blocks.state.num_computed for blocks in self) / slots if slots else 0.0
+        size = self._pool.block_size
+        slots = size * sum(len(blocks.block_ids) - blocks.num_dropped for blocks in self)
+        tokens = sum(blocks.state.num_computed - size * blocks.num_dropped for blocks in self)
+        return 1 - tokens / slots if slots else 0.0
 
     def check(self, index: PrefixReuseIndex) -> None:
         """Raise `BookkeepingError` unless each table is what the index and the pool say."""

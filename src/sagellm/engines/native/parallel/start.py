@@ -106,6 +106,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.device = {config.model.device}: several ranks run on a CPU so far: set it to cpu"
         )
+    if config.kv.compress_reasoning:
+        raise ConfigError("kv.compress_reasoning drops KV on one rank only: leave it out with parallel.*")
     if parallel.ffn:
         return  # one rank has all KV
     if config.kv.has_tiers:
