@@ -131,3 +131,32 @@ def test_the_demo_model_answers_within_its_budget(settings: dict[str, Any]) -> N
                 assert end
                 assert text_of(choice).removeprefix("<think>").startswith(reasoning)
         assert reasoning_of(free) > 4
+
+
+def test_old_kv_of_reasoning_is_dropped_for_requests_that_ask() -> None:
+    asked = {
+        "messages": [{"role": "user", "content": "What is 12345 + 45678?"}],
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    limit = {"max_reasoning_kv_tokens": 16}
+    with serving(
+        load(None, {"kv.num_blocks": 96, "kv.block_size": 4, "kv.compress_reasoning": True})
+    ) as live:
+        whole = live.http.post(CHAT, json=asked).json()
+        assert reasoning_of(whole) > 24
+        assert live.metric("sagellm_kv_dropped_tokens_total") == 0
+        assert live.http.post(CHAT, json=asked | limit).status_code == 200
+        dropped = live.metric("sagellm_kv_dropped_tokens_total")
+        assert dropped > 0
+        assert live.http.post(CHAT, json=asked).json()["choices"] == whole["choices"]
+        reports = {
+            each["name"]: each for each in live.http.get("/v1/admin/accelerations").json()["accelerations"]
+        }
+        assert reports["reasoning_kv"]["saved"] == {"kv_tokens": dropped}
+        for wrong in ({"max_reasoning_kv_tokens": 15}, limit | {"early_exit": True}):
+            assert live.http.post(CHAT, json=asked | wrong).status_code == 400
+    with serving(load(None, {"kv.num_blocks": 96})) as live:
+        refused = live.http.post(CHAT, json=asked | limit | {"max_reasoning_kv_tokens": 64})
+        assert refused.status_code == 400
+        assert "kv.compress_reasoning" in refused.json()["error"]["message"]

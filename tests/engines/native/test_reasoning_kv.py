@@ -79,7 +79,8 @@ def masked_logprobs(model: PreTrainedModel, tokens: list[int], drops: Drops) -> 
     mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill(hidden, torch.finfo(model.dtype).min)
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]), attention_mask=mask[None, None]).logits[0]
-    return logits.log_softmax(-1)
+    found: torch.Tensor = logits.log_softmax(-1)
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
