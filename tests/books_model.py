@@ -41,6 +41,10 @@ QUOTAS: dict[str, Any] = {
 }
 
 
+APPROXIMATE = -1
+"""Behind the tokens of a position whose KV was computed behind dropped blocks."""
+
+
 class InjectedError(Exception):
     """What a faulty machine raises."""
 
@@ -87,6 +91,7 @@ class Books:
         self.waiting: dict[str, RequestState] = {}
         self.running: dict[str, RequestState] = {}
         self.pinned: list[PrefixHit] = []
+        self.approximate_from: dict[str, int] = {}
         self.ids = itertools.count()
         self.num_steps = 0
 
@@ -183,7 +188,9 @@ class Books:
         for group, window in enumerate(self.windows):
             blocks = table[group :: len(self.windows)]
             for position in range(first_seen(window, chunk.start), chunk.start):
-                assert blocks[position // BLOCK] != NO_PAGE
+                if blocks[position // BLOCK] == NO_PAGE:
+                    assert position < self.approximate_from[state.request_id]
+                    continue
                 found = self.cells[blocks[position // BLOCK]][position % BLOCK]
                 assert found == self.content(state, position), f"{state.request_id}: wrong KV at {position}"
             for position in range(chunk.start, chunk.end):
@@ -216,6 +223,7 @@ class Books:
 
     def finish(self, name: str, *, keep: bool = True) -> None:
         self.clock.advance(1.0)
+        self.approximate_from.pop(name, None)
         self.kv.release(self.running[name], keep=keep)
         del self.running[name]
 
@@ -224,6 +232,15 @@ class Books:
         self.finish(name)
         state.status, state.num_prefilled = RequestStatus.WAITING, 0
         self.waiting[name] = state
+
+    def drop(self, name: str, first: int, count: int) -> None:
+        """Blocks out of the middle of a running request go; what it computes from now on is approximate."""
+        state, num_free = self.running[name], self.kv.pool.num_free
+        places = self.kv.dropped.droppable(state, first)[:count]
+        if places:
+            self.kv.dropped.drop(state, places)
+            self.approximate_from.setdefault(name, state.num_computed)
+        assert self.kv.pool.num_free == num_free + len(places)
 
     def fork(self, name: str) -> None:
         """A child that goes on from where a running request stands."""
@@ -256,8 +273,10 @@ class Books:
     # -- what must hold
 
     def content(self, state: RequestState, position: int) -> Content:
-        space = self.kv.namespace_of(state.request.namespace)
-        return space, tuple(state.tokens.slice(0, position + 1))
+        space, tokens = self.kv.namespace_of(state.request.namespace), state.tokens.slice(0, position + 1)
+        if position >= self.approximate_from.get(state.request_id, position + 1):
+            return space, (*tokens, APPROXIMATE)
+        return space, tuple(tokens)
 
     def resident(self) -> dict[Content, int]:
         """What stands in the index, by the content of each block's last slot."""

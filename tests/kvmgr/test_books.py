@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "early": {"early": True},
     "early and roomy": {"early": True, "num_blocks": 200},
 }
+NOT_DROPPED = {"window", "windows", "state_pages"}
+"""Options with which no blocks are dropped."""
 INDEXES = registry("index").names()
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 tenants = st.sampled_from(TENANTS)
@@ -90,6 +92,11 @@ class BooksMachine(RuleBasedStateMachine):
             self.books.finish(name, keep=False)
         else:
             getattr(self.books, how)(name)
+
+    @precondition(lambda self: self.books.running and not self.options.keys() & NOT_DROPPED)
+    @rule(data=st.data(), first=st.integers(0, 8), count=st.integers(1, 3))
+    def drop(self, data: st.DataObject, first: int, count: int) -> None:
+        self.books.drop(self.one_of(data, self.books.running), first, count)
 
     @rule(tokens=tokens, tenant=tenants)
     def pin(self, tokens: list[int], tenant: str) -> None:

@@ -53,7 +53,7 @@ class DroppedBlocks:
         before = table[blocks.num_shared : places.start]
         free_leading(self._pool, blocks.own, len(places), DROPPED, keep=len(before) - before.count(NO_PAGE))
         table[places.start : places.stop] = array("i", [NO_PAGE]) * len(places)
-        blocks.num_dropped += len(places)
+        blocks.num_dropped_blocks += len(places)
         self.num_blocks += len(places)
         blocks.num_exact = min(blocks.num_exact, places.start * size)
         self._tables.mark_unsent(blocks, places.start)

@@ -160,7 +160,7 @@ class Quotes:
     def first_lost_block(self, state: RequestState) -> int:
         """The first block of its table that preempting the request makes available to others."""
         blocks = self._tables[state.request_id]
-        return len(blocks.block_ids) - blocks.num_dropped - self._num_lost(state)
+        return len(blocks.block_ids) - blocks.num_dropped_blocks - self._num_lost(state)
 
     def _num_lost(self, state: RequestState) -> int:
         """Blocks of its first KV group that preempting the request makes available to others."""

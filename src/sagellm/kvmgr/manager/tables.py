@@ -86,7 +86,7 @@ class RequestBlocks:
     `num_exact`: KV behind so many tokens is an approximation. It belongs to this request alone: only exact KV
     enters the index, which tiers save from, and only exact tails are shared.
 
-    `num_dropped`: of its own blocks so many were dropped (`DroppedBlocks`). The others see their KV no more;
+    `num_dropped_blocks`: of its own blocks so many were dropped (`DroppedBlocks`). The others see their KV no more;
     its table has `NO_PAGE` in their places.
 
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
@@ -103,7 +103,7 @@ class RequestBlocks:
     kept_states: dict[int, Allocation] = field(default_factory=dict)
     is_windowed: bool = False
     num_exact: int = sys.maxsize
-    num_dropped: int = 0
+    num_dropped_blocks: int = 0
     unsent_from: int | None = None
     unsent_since: int = 0
 
@@ -134,11 +134,11 @@ class RequestBlocks:
         """Raise `BookkeepingError` unless the table is `indexed`, the pinned blocks, and then its own."""
         table, shared, name = self.block_ids, self.num_shared, self.state.request_id
         own = table[shared:]
-        if self.num_dropped:
+        if self.num_dropped_blocks:
             own = array("i", [block for block in own if block != NO_PAGE])
-            if len(table) - shared - len(own) != self.num_dropped:
+            if len(table) - shared - len(own) != self.num_dropped_blocks:
                 raise BookkeepingError(
-                    f"{name}: {self.num_dropped} blocks were dropped, its table says otherwise"
+                    f"{name}: {self.num_dropped_blocks} blocks were dropped, its table says otherwise"
                 )
         if own != self.own.block_ids:
             raise BookkeepingError(f"{name}: the table and the request's own blocks differ")
@@ -261,8 +261,8 @@ class BlockTables:
     def unused_share(self) -> float:
         """Share of the slots in requests' blocks without a token, 0 to 1."""
         size = self._pool.block_size
-        slots = size * sum(len(blocks.block_ids) - blocks.num_dropped for blocks in self)
-        tokens = sum(blocks.state.num_computed - size * blocks.num_dropped for blocks in self)
+        slots = size * sum(len(blocks.block_ids) - blocks.num_dropped_blocks for blocks in self)
+        tokens = sum(blocks.state.num_computed - size * blocks.num_dropped_blocks for blocks in self)
         return 1 - tokens / slots if slots else 0.0
 
     def check(self, index: PrefixReuseIndex) -> None:
