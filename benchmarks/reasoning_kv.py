@@ -14,6 +14,7 @@ limit in turns; the least CPU seconds of the process per token over the rounds.
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from early_exit import BATCH, questions
-
-from cot_data import Sum
+from cot_data import Sum, draw_sum
 from sagellm.accel.cot.answers import answer_of
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
 from sagellm.core.config import Config
@@ -33,7 +32,7 @@ from sagellm.engines.build import build_engine, load
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 
-BLOCK = 4
+BATCH, BLOCK = 16, 4
 """Reasoning of these models is short: blocks of 16 tokens would be a sixth of it."""
 LENGTHS, LIMIT, STEPS, ROUNDS = (1024, 2048, 4096), 512, 32, 3
 OPEN, CLOSE = 3, 4
@@ -75,7 +74,8 @@ def ask(llm: LLM, asked: Sequence[Sum], limit: int | None) -> Found:
 def accuracy(model: str | None, count: int, limits: Sequence[int]) -> None:
     llm = load(model, {"kv.compress_reasoning": True, "kv.block_size": BLOCK})
     print("| limit | right, % | tokens | KV held | dropped |\n|---|---|---|---|---|")
-    asked = questions(count, "test")
+    draw = random.Random("early exit:test")
+    asked = [draw_sum(draw, "test") for _ in range(count)]
     for limit in (None, *limits):
         found = ask(llm, asked, limit)
         figures = f"{found.accuracy:.1f} | {found.tokens:.1f} | {found.held:.1f} | {found.dropped:.1f}"

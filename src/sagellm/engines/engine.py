@@ -131,16 +131,9 @@ class Engine:
             self._capability = replace(self._capability, features=features)
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(
-            table,
-            kv,
-            scheduler,
-            self._recovery,
-            speculation,
-            self._kv_waits,
-            self._approximate,
-            clock=self.clock,
-            events=self.events,
-        )
+            table, kv, scheduler, self._recovery, speculation, self._kv_waits, self._approximate,
+            clock=self.clock, events=self.events,
+        )  # fmt: skip
         self.view = EngineView(self, self._planner, table)
         self._committer = Committer(
             table, kv, vocab_size=capability.vocab_size, max_model_len=self.max_model_len

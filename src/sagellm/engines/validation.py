@@ -67,7 +67,7 @@ def _check_reasoning(request: Request, capability: CapabilityDescriptor) -> None
 
 
 def _check_reasoning_kv(params: SamplingParams, capability: CapabilityDescriptor) -> None:
-    """What is kept of reasoning needs an engine that drops the rest, markers, and some blocks."""
+    """A limit of KV needs an engine that drops blocks, and markers."""
     field, least = "max_reasoning_kv_tokens", LEAST_BLOCKS * capability.block_size
     if params.max_reasoning_kv_tokens is None:
         return

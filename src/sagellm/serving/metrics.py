@@ -174,8 +174,7 @@ class ServerMetrics(Collector):
             yield self._count("kv_checkpoint_changes", text, changes, "change")
         text = "Tokens whose KV was copied from another position, for requests that allow it"
         yield self._count("kv_approximate_tokens", text, found.num_approximate_tokens)
-        text = "Tokens of reasoning whose KV was dropped, for requests that allow it"
-        yield self._count("kv_dropped_tokens", text, found.num_dropped_tokens)
+        yield self._count("kv_dropped_tokens", "Tokens whose KV was dropped", found.num_dropped_tokens)
         yield self._count("step_seconds", "Time that the backend has computed steps", found.step_s)
         if found.communication_s is not None:
             text = "Time that the first rank has spent in communication with the others, waiting included"

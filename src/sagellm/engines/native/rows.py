@@ -138,17 +138,14 @@ class BatchRows:
         """
         proposed = self._proposed(plan)
         trees = {chain.row: chain.parents for chain in plan.chains if chain.parents}
-        lengths = [
-            position - self.row(row).num_dropped
-            for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True)
-        ]
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
+        order = sorted(range(len(places)), key=lambda i: self.row(places[i][0]).num_dropped - places[i][1])
         if proposed:
             order.sort(key=lambda i: (plan.decode_rows[i] in trees, plan.decode_rows[i] in proposed))
         spans: list[Span] = []
         tokens, positions, first = array("i"), array("q"), 0
         for i in order:
-            row, start = plan.decode_rows[i], plan.decode_positions[i]
+            row, start = places[i]
             more = proposed.get(row, ())
             spans.append(self._span(first, row, start, 1 + len(more), len(more)))
             tokens.append(self._rows[row].tokens[start])
@@ -161,17 +158,15 @@ class BatchRows:
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
         for span, row in zip(spans, rows, strict=True):
             if row in trees:
-                start = span.positions.start
-                positions.append(start)
-                positions.extend(start + 1 + depth for depth in depths_of(trees[row]))
+                depths = [0, *(1 + depth for depth in depths_of(trees[row]))]
+                positions.extend(span.positions.start + depth for depth in depths)
             else:
                 positions.extend(span.positions)
         in_group = [spans]
         for group in range(1, self._num_groups):
             tables = [self._rows[row].tables[group] for row in rows]
             in_group.append([replace(s, block_ids=t) for s, t in zip(spans, tables, strict=True)])
-        first_chain, first_prefill = len(order) - len(proposed), len(order)
-        first_tree = first_prefill - len(trees)
+        first_chain, first_tree, first_prefill = (len(order) - n for n in (len(proposed), len(trees), 0))
         parts = [(own[:first_chain], own[first_chain:first_tree], own[first_prefill:]) for own in in_group]
         branches = [
             self._branches(own[first_tree:first_prefill], rows[first_tree:], trees) for own in in_group

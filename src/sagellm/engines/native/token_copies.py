@@ -77,7 +77,10 @@ def _cos_sin(rope: RopeSpec, distance: int, like: torch.Tensor) -> tuple[torch.T
 
 
 def sees_kv_by_slot(model: object) -> bool:
-    """Whether only keys carry positions, so that attention is the same without some blocks before."""
+    """Whether attention needs no positions but those in keys.
+
+    Then it goes on without some of the blocks before.
+    """
     try:
         return isinstance(model, DecoderModel) and all(map(plain_attention, model._layers))
     except UnsupportedModelError:

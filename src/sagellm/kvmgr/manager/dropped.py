@@ -1,4 +1,4 @@
-"""`DroppedBlocks`: blocks out of the middle of a running request's table, whose KV it gives up.
+"""`DroppedBlocks`: blocks of running requests whose KV is given up, out of their tables.
 
 The request goes on with the others: later tokens do not see those of dropped blocks. So its KV behind them is
 an approximation, which no other request and no tier gets (`RequestBlocks.num_exact`).

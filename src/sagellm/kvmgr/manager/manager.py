@@ -113,9 +113,8 @@ class KVCacheManager:
         self.window, has_pages = window, self.num_groups > 1 or checkpoints is not None
         self.prefix_caching, self.index_as_computed = prefix_caching, index_as_computed
         self.block_size, self.namespace_of = pool.block_size, sharing.namespace_of
-        self._tables = BlockTables(pool)
-        self._tails = SharedTails(self._tables, pool.block_size)
-        self.dropped = DroppedBlocks(self._tables, pool)
+        self._tables = tables = BlockTables(pool)
+        self._tails, self.dropped = SharedTails(tables, pool.block_size), DroppedBlocks(tables, pool)
         if has_pages and (quota is not None or tiers is not None or window is not None):
             raise ValueError("KV groups and recurrent states go with neither quotas nor tiers")
         self.checkpoints = self._pages = None

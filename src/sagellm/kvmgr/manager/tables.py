@@ -86,8 +86,8 @@ class RequestBlocks:
     `num_exact`: KV behind so many tokens is an approximation. It belongs to this request alone: only exact KV
     enters the index, which tiers save from, and only exact tails are shared.
 
-    `num_dropped_blocks`: of its own blocks so many were dropped (`DroppedBlocks`). The others see their KV no more;
-    its table has `NO_PAGE` in their places.
+    `num_dropped_blocks`: so many of its own blocks were dropped (`DroppedBlocks`). Its table has `NO_PAGE` in
+    their places.
 
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
     backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
