@@ -12,7 +12,7 @@ import functools
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof
+from ctypes import addressof, byref, py_object, pythonapi
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -28,6 +28,19 @@ _LEAST_BYTES = 241
 """Shorter inputs are hashed in other ways."""
 _PIECE_BYTES = 64 << 10
 _at_first_byte = ctypes.c_char.from_buffer
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's `Py_buffer`, whose first field is an address."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
 _Kernel: TypeAlias = Callable[[int, int, bool, int], None]
 Chunk: TypeAlias = tuple[Sequence[memoryview], Sequence[Buffer]]
 """Targets and sources. Without targets, sources are only read."""
@@ -93,9 +106,10 @@ def _describe(chunk: Chunk, words: list[int]) -> bool:
 def _address(piece: Buffer) -> int:
     if not memoryview(piece).readonly:
         return addressof(_at_first_byte(piece))
-    import numpy as np  # ctypes gives no address of memory that is only read
-
-    return int(np.frombuffer(piece, np.uint8).ctypes.data)
+    view = _PyBuffer()  # ctypes has no other way to memory that is only read
+    pythonapi.PyObject_GetBuffer(py_object(piece), byref(view), 0)
+    pythonapi.PyBuffer_Release(byref(view))
+    return int(view.buf)
 
 
 def _copied_in_pieces(chunk: Chunk) -> int:
