@@ -15,7 +15,7 @@ from sagellm.cli.commands import app
 from sagellm.core.config import Config
 from sagellm.core.types import SamplingParams
 from sagellm.engines import build
-from sagellm.engines.llm import TextDelta, Usage
+from sagellm.engines.llm import RequestOptions, TextDelta, Usage
 
 
 @dataclass
@@ -26,7 +26,7 @@ class FakeLLM:
     model_name: str = "fake"
     interrupt_after: int | None = None
     error: str | None = None
-    asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    asked: list[tuple[Any, RequestOptions]] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
     closed_streams: int = 0
     closed: bool = False
@@ -35,8 +35,8 @@ class FakeLLM:
         self.given = given
         return SamplingParams(**given)
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[TextDelta]:
-        self.asked.append((prompt, params))
+    def stream(self, prompt: Any, options: RequestOptions) -> Iterator[TextDelta]:
+        self.asked.append((prompt, options))
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         try:
             for number, word in enumerate(reversed(text.split())):

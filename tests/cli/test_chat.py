@@ -131,7 +131,7 @@ def test_a_pipe_gets_no_prompts(fake: Any) -> None:
 
 def test_sampling_parameters_are_set_and_taken_back(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     talk(fake, "/set temperature 0.5", "/set stop a b", "one", "/set", "/set temperature default", "two")
-    first, second = (params for _, params in fake.asked)
+    first, second = (options.params for _, options in fake.asked)
     assert (first.temperature, first.stop) == (0.5, ("a b",))
     assert (second.temperature, second.stop) == (1.0, ("a b",))
     assert "(temperature 0.5, stop ('a b',))" in capsys.readouterr().err
@@ -151,7 +151,8 @@ def test_what_cannot_be_set_changes_nothing(
 ) -> None:
     talk(fake, "/set temperature 0.5", line, "one")
     assert said in capsys.readouterr().err
-    assert (fake.asked[0][1].temperature, fake.asked[0][1].top_p) == (0.5, 1.0)
+    params = fake.asked[0][1].params
+    assert (params.temperature, params.top_p) == (0.5, 1.0)
 
 
 def test_stats_of_the_last_answer_and_of_all(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from sagellm.cli.commands import app
 from sagellm.core.errors import ModelError
+from sagellm.core.protocols.cot import EarlyExit, SpeculativeReasoning
 from sagellm.engines import build
 from sagellm.engines.native import DEMO_MODEL
 
@@ -51,11 +52,36 @@ def test_options_reach_sampling_and_configuration(cli: Any, made: Any) -> None:
         "laptop",
     ]
     assert cli("run", "hello", *options, *settings).exit_code == 0
-    params = made[0].asked[0][1]
+    params = made[0].asked[0][1].params
     assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.0, 3, ("x", "y"))
     config = made[0].config
     assert (config.model.name, config.kv.block_size, config.kv.num_blocks) == ("some/folder", 32, 9)
     assert config.scheduler.max_num_seqs == 8
+
+
+def test_options_of_reasoning_reach_the_request(cli: Any, made: Any) -> None:
+    soft = ("--soft-reasoning-tokens", "9", "--soft-reasoning-slope", "0.5")
+    kinds = ("--early-exit", "0.7"), ("--speculative-reasoning", "8.5"), ()
+    for options in kinds:
+        assert cli("run", "hello", *soft, *options).exit_code == 0
+    leaves, drafts, neither = (each.asked[0][1] for each in made)
+    assert (neither.params.soft_reasoning_tokens, neither.params.soft_reasoning_slope) == (9, 0.5)
+    assert (leaves.early_exit, leaves.speculative_reasoning) == (EarlyExit(0.7), None)
+    assert (drafts.early_exit, drafts.speculative_reasoning) == (None, SpeculativeReasoning(8.5))
+    assert (neither.early_exit, neither.speculative_reasoning) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--early-exit", "threshold must be above 0"),
+        ("--speculative-reasoning", "threshold must be in [0, 9]"),
+    ],
+)
+def test_a_wrong_threshold_is_one_line(cli: Any, made: Any, option: str, said: str) -> None:
+    result = cli("run", "hello", option, "-1")
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_what_is_not_given_stays_with_the_model(cli: Any, made: Any) -> None:

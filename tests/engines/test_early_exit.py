@@ -269,5 +269,5 @@ def test_what_cannot_be_probed_is_refused() -> None:
         llm.submit("x", options)
     assert caught.value.param == "early_exit"
     assert not llm.has_early_exits
-    with pytest.raises(RequestError, match="early_exit must be an EarlyExit or None"):
+    with pytest.raises(RequestError, match="early_exit must be None or of type EarlyExit"):
         RequestOptions(SamplingParams(), early_exit=EarlyStop())  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ def test_one_sample_has_nothing_to_agree_with() -> None:
 
 @pytest.mark.parametrize("wrong", [True, {"window": 4}, 4])
 def test_what_is_no_rule_is_refused(wrong: Any) -> None:
-    with pytest.raises(RequestError, match="early_stop must be an EarlyStop or None"):
+    with pytest.raises(RequestError, match="early_stop must be None or of type EarlyStop"):
         RequestOptions(SamplingParams(n=4), early_stop=wrong)
 
 

@@ -98,6 +98,25 @@ def test_an_effort_may_have_a_budget(fields: dict[str, Any], budget: int | None)
     settings = ServerConfig(reasoning_budgets={"low": 2})
     options = checked(ChatRequest, BODIES[CHAT] | fields).options(scripted_llm(), settings, ())
     assert options.params.max_reasoning_tokens == budget
+    assert options.params.soft_reasoning_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "budgets"),
+    [
+        ({}, (None, None)),
+        ({"reasoning_effort": "low"}, (8, 2)),
+        ({"reasoning_effort": "high"}, (None, 5)),
+        ({"reasoning_effort": "low", "soft_reasoning_tokens": 9}, (8, 9)),
+        ({"reasoning_effort": "low", "max_reasoning_tokens": 3}, (3, 2)),
+    ],
+)
+def test_an_effort_may_have_a_soft_budget(
+    fields: dict[str, Any], budgets: tuple[int | None, int | None]
+) -> None:
+    settings = ServerConfig(reasoning_budgets={"low": 8}, soft_reasoning_budgets={"low": 2, "high": 5})
+    params = checked(ChatRequest, BODIES[CHAT] | fields).options(scripted_llm(), settings, ()).params
+    assert (params.max_reasoning_tokens, params.soft_reasoning_tokens) == budgets
 
 
 def test_an_effort_is_one_of_openais() -> None:

@@ -15,6 +15,10 @@ class Sampling(OptionGroup):
 
     max_tokens: int | None = flag("N", "Longest answer in tokens; default: what the context holds.")
     max_reasoning_tokens: int | None = flag("N", "Longest reasoning in tokens; then the model must answer.")
+    soft_reasoning_tokens: int | None = flag("N", "Behind so many tokens reasoning ends ever sooner.")
+    soft_reasoning_slope: float | None = flag(
+        "X", "Added to the logit of the end of reasoning with each further token; default: 0.1."
+    )
     temperature: float | None = flag("X", "0: always the likeliest token; default: the model's own.")
     top_k: int | None = flag("N", "Choose among the k likeliest tokens.")
     top_p: float | None = flag("X", "Choose among the likeliest tokens that together have this probability.")

@@ -25,6 +25,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "scheduler.max_batched_tokens": ("--max-batched-tokens", "N"),
     "engine.threads": ("--threads", "N"),
     "speculative.method": ("--speculative", "METHOD"),
+    "speculative.reasoning_model": ("--reasoning-model", "MODEL"),
     "parallel.tensor": ("--tensor-parallel-size", "N"),
     "parallel.pipeline": ("--pipeline-parallel-size", "N"),
     "log.level": ("--log-level", "NAME"),

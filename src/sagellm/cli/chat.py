@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command, flag
+from sagellm.cli._reasoning import Reasoning
 from sagellm.cli._sampling import Sampling, parse_value
 from sagellm.cli._settings import Settings
 from sagellm.cli.run import interrupts_delayed
@@ -38,6 +39,7 @@ def chat(
     *,
     model: Model,
     sampling: Sampling,
+    reasoning: Reasoning,
     settings: Settings,
 ) -> None:
     """Talk to a model in the terminal.
@@ -51,13 +53,14 @@ def chat(
             readline.set_history_length(1000)
         print(f"{llm.model_name}   /help  commands    Ctrl-D  leave", file=sys.stderr)
         dimmed = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        Conversation(llm, sampling.given(), system, dimmed=dimmed).talk(input)
+        Conversation(llm, sampling.given(), system, reasoning, dimmed=dimmed).talk(input)
 
 
 class Conversation:
     """The messages so far. A turn adds a question and its answer, or nothing if it fails.
 
-    `given`: sampling parameters by name. With `dimmed`, escape sequences dim reasoning.
+    `given`: sampling parameters by name; `reasoning`: how it is made cheaper. With `dimmed`, escape sequences
+    dim it.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Conversation:
         llm: LLM,
         given: Mapping[str, Any] | None = None,
         system: str | None = None,
+        reasoning: Reasoning | None = None,
         *,
         dimmed: bool = False,
         clock: Clock | None = None,
@@ -72,6 +76,8 @@ class Conversation:
         self._llm = llm
         self._given = dict(given or {})
         self._params = llm.sampling_params(**self._given)
+        self._reasoning = reasoning or Reasoning()
+        self._reasoning.for_request(self._params)  # a wrong value is an error now, not in each turn
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._dimmed = dimmed
         self._clock = clock or MonotonicClock()
@@ -142,7 +148,7 @@ class Conversation:
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         pieces: list[str] = []
         shown, usage, began_s = DimmedReasoning() if self._dimmed else None, None, self._clock.now()
-        deltas = self._llm.stream(asked, self._params)
+        deltas = self._llm.stream(asked, self._reasoning.for_request(self._params))
         try:
             with interrupts_delayed() as interrupted:
                 for delta in deltas:

@@ -13,6 +13,7 @@ import typer
 
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import MODEL, argument, command, flag
+from sagellm.cli._reasoning import Reasoning
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
 from sagellm.core.clock import MonotonicClock
@@ -21,7 +22,7 @@ from sagellm.core.types import FinishReason
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.tokenizer import Message
-    from sagellm.engines.llm import LLM
+    from sagellm.engines.llm import LLM, TextDelta
 
 EXIT_INTERRUPTED = 130
 
@@ -35,6 +36,7 @@ def run(
     raw: bool = flag("--raw", "Continue the text: no chat template.", False),
     stats: bool = flag("--stats", "Tokens, also cached ones, on stderr.", False),
     sampling: Sampling,
+    reasoning: Reasoning,
     settings: Settings,
 ) -> None:
     """Answer one prompt. The answer, and nothing else, goes to stdout as it is generated.
@@ -49,7 +51,8 @@ def run(
         messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
         began_s = clock.now()
-        deltas = llm.stream(text if raw else messages, llm.sampling_params(**sampling.given()))
+        options = reasoning.for_request(llm.sampling_params(**sampling.given()))
+        deltas = llm.stream(text if raw else messages, options)
         with interrupts_delayed() as interrupted:
             for last in deltas:
                 if last.error:
@@ -68,8 +71,7 @@ def run(
     if last.finish_reason is FinishReason.LENGTH and "max_tokens" not in sampling.given():
         print("sagellm: the answer was cut off, the context is full", file=sys.stderr)
     if stats:
-        prompt_tokens = f"{last.usage.prompt_tokens} prompt tokens ({last.usage.cached_tokens} cached)"
-        print(f"{prompt_tokens}, {last.usage.completion_tokens} generated", file=sys.stderr)
+        print("\n".join(_stats(last)), file=sys.stderr)
     if gain:
         print(gain, file=sys.stderr)
 
@@ -82,6 +84,19 @@ def _gain(llm: LLM, num_tokens: int, seconds: float) -> str:
         f"{accepted / proposed:.0%} of {proposed} proposed tokens accepted" if proposed else "no proposals"
     )
     return f"{num_tokens / num_steps:.2f} tokens a step, {share}, {num_tokens / seconds:.1f} tokens/s"
+
+
+def _stats(last: TextDelta) -> Iterator[str]:
+    """Lines on what the answer has cost, by its last delta."""
+    usage, leave, steps = last.usage, last.exit, last.drafted
+    prompt_tokens = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
+    yield f"{prompt_tokens}, {usage.completion_tokens} generated"
+    if leave is not None:
+        yield f"early exit: {leave.reason}; {leave.num_probe_tokens} probe tokens"
+    if steps is not None:
+        accepted = f"{steps.num_accepted} of {steps.num_steps} steps of the small model accepted"
+        tokens = f"{steps.num_accepted_tokens} of its {steps.num_draft_tokens} tokens"
+        yield f"{accepted}, {tokens}; {steps.num_judge_tokens} judge tokens"
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -229,6 +229,11 @@ class SpeculativeConfig(Section):
     method_options: dict[str, Any] = key({}, "options of that method")
     num_tokens: int = key(8, "most tokens proposed for a request and step", ge=1, le=64)
     adaptive: bool = key(True, "verify only proposed tokens that make decoding faster, as measured")
+    reasoning_model: Word | None = key(
+        None,
+        "folder or hub name of a small model with the same tokens, which writes steps of reasoning for "
+        "requests with speculative_reasoning (that changes their output); none: they are refused",
+    )
 
 
 class EngineConfig(Section):
@@ -301,6 +306,9 @@ class ServerConfig(Section):
     )
     reasoning_budgets: dict[Effort, Annotated[int, Field(ge=0)]] = key(
         {}, "max_reasoning_tokens of chats without any, by reasoning_effort: {low: 512, high: 8192}"
+    )
+    soft_reasoning_budgets: dict[Effort, Annotated[int, Field(ge=0)]] = key(
+        {}, "soft_reasoning_tokens of chats without any, by reasoning_effort: {low: 256, high: 4096}"
     )
     prefill_next_turn: bool = key(
         True, "compute what a chat's next turn begins with, without its reasoning, while the engine idles"

@@ -89,7 +89,7 @@ class RequestState:
         tokens = Tokens(request.tokens)
         tokens.extend(request.generated)
         asks = request.params.prompt_logprobs is not None and not request.generated
-        return cls(request, tokens, prompt_logprobs=[] if asks else None)
+        return cls(request, tokens, prompt_logprobs=[] if asks else None, num_scored=request.scored_from)
 
     @property
     def request_id(self) -> str:

@@ -392,6 +392,7 @@ class Request:
     `approximate_reuse`: KV of equal tokens at other positions may be copied for it, which changes its answer.
     `generated`: tokens of its answer that another instance has drawn; this one goes on behind them, as after
     a preemption. `moves`: the request leaves with its next token, and goes on at another instance.
+    `scored_from`: with `prompt_logprobs` only those of tokens behind this one, whose KV may be reused.
     """
 
     request_id: str
@@ -414,6 +415,7 @@ class Request:
     approximate_reuse: bool = False
     generated: tuple[int, ...] = ()
     moves: bool = False
+    scored_from: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.tokens):

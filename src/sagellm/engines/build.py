@@ -28,7 +28,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.build_kv import build_kv, build_tiers, prefill_costs, remote_options
-from sagellm.engines.build_speculation import build_speculation
+from sagellm.engines.build_speculation import build_speculation, other_tokens, small_config
 from sagellm.engines.config_file import kv_preset_layer, read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
@@ -274,6 +274,11 @@ def build_llm(
     config = located(config)
     tokenizer = read_tokenizer(config)  # first: it is quick, so its errors come before the weights load
     engine = build_engine(config, clock=clock, events=events, progress=progress)
+    try:
+        drafter = build_reasoning_drafter(config, engine.capability(), clock)
+    except BaseException:
+        engine.close()
+        raise
     return LLM(
         engine,
         tokenizer,
@@ -281,7 +286,27 @@ def build_llm(
         max_model_len=engine.max_model_len,
         defaults=tokenizer.default_sampling,
         clock=clock,
+        drafter=drafter,
     )
+
+
+def build_reasoning_drafter(
+    config: Config, served: CapabilityDescriptor, clock: Clock | None = None
+) -> Engine | None:
+    """The engine of `speculative.reasoning_model`; None without one.
+
+    Raises `ConfigError` for a model with other tokens.
+    """
+    name = config.speculative.reasoning_model
+    if name is None:
+        return None
+    drafter = build_engine(small_config(config, served, name), clock=clock)
+    if problem := other_tokens(drafter.capability(), served):
+        drafter.close()
+        raise ConfigError(
+            f"speculative.reasoning_model {name!r} {problem}: take another one, of the served model's family"
+        )
+    return drafter
 
 
 def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:

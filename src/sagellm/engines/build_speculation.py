@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import Clock
-from sagellm.core.config import Config, KVConfig, ParallelConfig
+from sagellm.core.config import Config, KVConfig, ParallelConfig, SpeculativeConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.features import SYNTHETIC_DRAWS
 from sagellm.core.protocols.engine import InferenceBackend
@@ -110,33 +110,48 @@ def build_draft(
     `options`: `model`, a folder or hub name, and `num_blocks` of its KV; by default as many tokens as the
     engine's pool. Raises `ConfigError` for a model with other tokens.
     """
-    left, method, schema = dict(options), config.speculative.method, capability.kv_schema
-    as_many = capability.num_blocks // (schema.num_groups if schema else 1)
-    name, num_blocks = left.pop("model", None), left.pop("num_blocks", as_many)
+    left, method = dict(options), config.speculative.method
+    name, num_blocks = left.pop("model", None), left.pop("num_blocks", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"speculative.method {method!r} needs a draft: set speculative.method_options to "
             "{model: FOLDER}, a small model with the tokens of the one that is served"
         )
-    if not isinstance(num_blocks, int) or num_blocks < 1:
+    if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
         raise ConfigError(f"speculative.method_options: num_blocks is a number of blocks, not {num_blocks!r}")
-    model = {"name": name, "quantization": "none", "max_model_len": None, "served_name": None}
-    draft_config = config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "kv": KVConfig(block_size=config.kv.block_size, num_blocks=num_blocks),
-            "parallel": ParallelConfig(),
-        }
-    )
-    draft = make_backend(draft_config)
+    draft = make_backend(small_config(config, capability, name, num_blocks))
     found = draft.capability()
-    own = found.kv_schema
-    problem = ""
-    if found.vocab_size != capability.vocab_size:
-        problem = f"has {found.vocab_size} tokens, the served model {capability.vocab_size}"
-    elif own is not None and own.state_bytes:
+    own, problem = found.kv_schema, other_tokens(found, capability)
+    if not problem and own is not None and own.state_bytes:
         problem = "has recurrent layers, whose states do not go back"
     if problem:
         draft.close()
         raise ConfigError(f"the draft {name!r} {problem}: take another one, of the served model's family")
     return draft, left
+
+
+def small_config(
+    config: Config, capability: CapabilityDescriptor, name: str, num_blocks: int | None = None
+) -> Config:
+    """The configuration of a small model beside the served one, on one rank.
+
+    Its KV has `num_blocks`, by default as many tokens as the served model's pool.
+    """
+    schema = capability.kv_schema
+    as_many = capability.num_blocks // (schema.num_groups if schema else 1)
+    model = {"name": name, "quantization": "none", "max_model_len": None, "served_name": None}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "kv": KVConfig(block_size=config.kv.block_size, num_blocks=num_blocks or as_many),
+            "parallel": ParallelConfig(),
+            "speculative": SpeculativeConfig(),
+        }
+    )
+
+
+def other_tokens(small: CapabilityDescriptor, served: CapabilityDescriptor) -> str:
+    """How a small model's tokens differ from the served one's; empty: they do not."""
+    if small.vocab_size == served.vocab_size:
+        return ""
+    return f"has {small.vocab_size} tokens, the served model {served.vocab_size}"

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from sagellm.core.types import FinishReason
 from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
 from sagellm.serving.cache_facts import CacheEviction, CacheSpan
-from sagellm.serving.reasoning import ExitOutcome, VoteOutcome, exit_outcome, vote_outcome
+from sagellm.serving.reasoning import DraftedOutcome, ExitOutcome, VoteOutcome, outcomes_of, vote_outcome
 from sagellm.serving.schema import Body
 
 Json = dict[str, Any]
@@ -112,6 +112,7 @@ class ChatCompletion(Body):
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
     early_exit: list[ExitOutcome] | None = None
+    speculative_reasoning: list[DraftedOutcome] | None = None
 
 
 class ChatDelta(Body):
@@ -143,6 +144,7 @@ class ChatCompletionChunk(Body):
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
     early_exit: list[ExitOutcome] | None = None
+    speculative_reasoning: list[DraftedOutcome] | None = None
 
 
 class CompletionLogprobs(Body):
@@ -181,6 +183,7 @@ class TextCompletion(Body):
     sagellm: CacheEviction | None = None
     early_stop: list[VoteOutcome] | None = None
     early_exit: list[ExitOutcome] | None = None
+    speculative_reasoning: list[DraftedOutcome] | None = None
 
 
 class TextCompletionChunk(TextCompletion):
@@ -326,7 +329,7 @@ class AnswerHead:
 
     `with_misses`: the tenant asked why blocks of its prompt had to be computed. `marks_reasoning`: the model
     has markers of reasoning, so that its tokens are counted. `starts_late`: choices may begin late or never.
-    `exits_early`: reasoning may be closed by probes.
+    `outcomes`: the fields of an answer that has an entry for each choice, such as `early_exit`.
     """
 
     answer_id: str
@@ -339,7 +342,7 @@ class AnswerHead:
     with_misses: bool = False
     marks_reasoning: bool = False
     starts_late: bool = False
-    exits_early: bool = False
+    outcomes: tuple[str, ...] = ()
 
 
 class Reply(ABC):
@@ -373,8 +376,8 @@ class Reply(ABC):
                 first = position * self.head.num_choices
                 if delta.consensus is not None:
                     chunk["early_stop"] = [vote_outcome(delta.consensus, first)]
-                if delta.exit is not None:
-                    chunk["early_exit"] = [exit_outcome(delta.exit, first + delta.index)]
+                for name, outcome in outcomes_of(delta, first + delta.index).items():
+                    chunk[name] = [outcome]
             yield chunk
 
     @abstractmethod
@@ -401,11 +404,11 @@ class Reply(ABC):
         if self.head.starts_late:
             votes = ((first, each.consensus) for first, each in numbered)
             answer["early_stop"] = [vote_outcome(vote, first) for first, vote in votes if vote is not None]
-        if self.head.exits_early:
-            exits = (
-                (first + choice.index, choice.exit) for first, each in numbered for choice in each.choices
-            )
-            answer["early_exit"] = [exit_outcome(found, i) for i, found in exits if found is not None]
+        outcomes = [
+            outcomes_of(choice, first + choice.index) for first, each in numbered for choice in each.choices
+        ]
+        for name in self.head.outcomes:
+            answer[name] = [found[name] for found in outcomes if name in found]
         return answer
 
     def usage(self, usage: Usage) -> Json:
@@ -425,7 +428,7 @@ class Reply(ABC):
         }
         if self.head.marks_reasoning:
             found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-        if self.head.exits_early:
+        if "early_exit" in self.head.outcomes:
             found["completion_tokens_details"]["probe_tokens"] = usage.probe_tokens
         return found
 

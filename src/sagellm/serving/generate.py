@@ -146,7 +146,9 @@ class GenerationRoutes:
             with_misses=bool(body.return_cache_misses),
             marks_reasoning=bool(self.gateway.llm.tokenizer.reasoning_token_ids),
             starts_late=options.early_stop is not None,
-            exits_early=options.early_exit is not None,
+            outcomes=tuple(
+                name for name in ("early_exit", "speculative_reasoning") if getattr(options, name) is not None
+            ),
         )
         return generation, head
 

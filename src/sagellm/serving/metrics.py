@@ -78,6 +78,8 @@ class ServerMetrics(Collector):
         self._probes = self._tokens("probe_tokens", "Tokens drawn for early_exit that are in no answer")
         exits = "Choices of requests with early_exit: their reasoning was closed, or not"
         self._exits = self._counter("early_exits", exits, "outcome")
+        steps = "Steps of reasoning by a small model: accepted, or rejected by the served model"
+        self._steps = self._counter("reasoning_steps", steps, "outcome")
         samples = "Choices of requests with early_stop: used, or saved (aborted or never started)"
         self._samples = self._counter("early_stop_samples", samples, "outcome")
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduling", _SLOW_S)
@@ -106,6 +108,10 @@ class ServerMetrics(Collector):
         self._probes.inc(usage.probe_tokens - before.probe_tokens)
         if delta.exit is not None:
             self._exits.labels(self._model, "none" if delta.exit.ended_at is None else "closed").inc()
+        if delta.drafted is not None:
+            accepted = delta.drafted.num_accepted
+            self._steps.labels(self._model, "accepted").inc(accepted)
+            self._steps.labels(self._model, "rejected").inc(delta.drafted.num_steps - accepted)
         if times.queued_s is None and delta.queued_s is not None:
             times.queued_s = delta.queued_s
             self._queue.observe(delta.queued_s)

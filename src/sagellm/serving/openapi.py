@@ -39,7 +39,7 @@ from sagellm.serving.fleet.status import FleetStatus, InstanceDetail
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
-from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields
+from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields, SpeculativeReasoningFields
 
 Schema = dict[str, Any]
 
@@ -458,6 +458,9 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "early_stop": _or_null({"type": "boolean"}, EarlyStopFields.model_json_schema()),
         "early_exit": _or_null({"type": "boolean"}, EarlyExitFields.model_json_schema())
         if gateway.llm.has_early_exits
+        else {"enum": [None, False]},
+        "speculative_reasoning": _or_null({"type": "boolean"}, SpeculativeReasoningFields.model_json_schema())
+        if gateway.llm.has_reasoning_drafts
         else {"enum": [None, False]},
         "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),

@@ -1,4 +1,4 @@
-"""`early_stop` and `early_exit` over HTTP: fields of requests and of answers."""
+"""`early_stop`, `early_exit` and `speculative_reasoning` over HTTP: fields of requests and of answers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sagellm.core.protocols.cot import (
     FINAL_ANSWER,
+    JUDGE,
+    MAX_JUDGE_CHARS,
     MAX_PROBE_CHARS,
     MAX_PROBE_TOKENS,
+    MAX_SCORE,
+    MAX_STEP_TOKENS,
     MIN_WINDOW,
     EarlyExit,
     EarlyStop,
     ProbePlace,
+    SpeculativeReasoning,
 )
 from sagellm.core.types import MAX_N
-from sagellm.engines.llm import Consensus, ReasoningExit
+from sagellm.engines.llm import Choice, Consensus, DraftedSteps, ReasoningExit, TextDelta
 
 _DEFAULT = EarlyExit()
+_DRAFTED = SpeculativeReasoning()
 _NOTHING_ELSE = ConfigDict(strict=True, extra="forbid")
 _ONE_METHOD: dict[str, Any] = {
     "anyOf": [
@@ -86,6 +92,25 @@ DEFAULT_AGREEING = 3
 """So many probes in a row agree, if a request for agreement does not say how many."""
 
 
+class SpeculativeReasoningFields(BaseModel):
+    """A small model writes steps of reasoning; those that score `threshold` stay.
+
+    A step is a line of at most `max_step_tokens` tokens. The served model scores it from 0 to 9 behind the
+    text `judge`, or by its tokens' probabilities if that is empty. It writes itself what scores less, and all
+    that follows `max_rejected` such steps in a row.
+    """
+
+    model_config = _NOTHING_ELSE
+
+    threshold: float = Field(default=_DRAFTED.threshold, ge=0, le=MAX_SCORE)
+    max_step_tokens: int = Field(default=_DRAFTED.max_step_tokens, ge=1, le=MAX_STEP_TOKENS)
+    max_rejected: int = Field(default=_DRAFTED.max_rejected, ge=1, lt=2**31)
+    judge: str = Field(default=JUDGE, max_length=MAX_JUDGE_CHARS)
+
+    def rule(self) -> SpeculativeReasoning:
+        return SpeculativeReasoning(self.threshold, self.max_step_tokens, self.max_rejected, self.judge)
+
+
 class VoteOutcome(BaseModel):
     """What became of the `n` choices of one prompt, for `early_stop`.
 
@@ -120,6 +145,24 @@ class ExitOutcome(BaseModel):
     reason: str
 
 
+class DraftedOutcome(BaseModel):
+    """What became of the steps of a small model in choice `index`, for `speculative_reasoning`.
+
+    Accepted steps are in its reasoning. `draft_tokens`: drawn by the small model; `judge_tokens`: computed by
+    the served model to score them.
+    """
+
+    model_config = _NOTHING_ELSE
+
+    index: int
+    steps: int
+    accepted_steps: int
+    accepted_tokens: int
+    draft_tokens: int
+    judge_tokens: int
+    reason: str
+
+
 def vote_outcome(consensus: Consensus, first_index: int) -> dict[str, Any]:
     """A `VoteOutcome`; the choices of its prompt are numbered from `first_index` on."""
     index = consensus.majority_index
@@ -133,8 +176,29 @@ def vote_outcome(consensus: Consensus, first_index: int) -> dict[str, Any]:
     }
 
 
-def exit_outcome(result: ReasoningExit, index: int) -> dict[str, Any]:
-    """An `ExitOutcome`."""
+def outcomes_of(ended: TextDelta | Choice, index: int) -> dict[str, dict[str, Any]]:
+    """The `ExitOutcome` and the `DraftedOutcome` of a choice, by field of the answer."""
+    found = {}
+    if ended.exit is not None:
+        found["early_exit"] = _exit_outcome(ended.exit, index)
+    if ended.drafted is not None:
+        found["speculative_reasoning"] = _drafted_outcome(ended.drafted, index)
+    return found
+
+
+def _drafted_outcome(result: DraftedSteps, index: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "steps": result.num_steps,
+        "accepted_steps": result.num_accepted,
+        "accepted_tokens": result.num_accepted_tokens,
+        "draft_tokens": result.num_draft_tokens,
+        "judge_tokens": result.num_judge_tokens,
+        "reason": result.reason,
+    }
+
+
+def _exit_outcome(result: ReasoningExit, index: int) -> dict[str, Any]:
     return {
         "index": index,
         "probes": result.num_probes,

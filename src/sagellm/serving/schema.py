@@ -35,7 +35,7 @@ from pydantic import (
 from sagellm.core.config import Effort, ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
-from sagellm.core.protocols.cot import EarlyExit, EarlyStop
+from sagellm.core.protocols.cot import EarlyExit, EarlyStop, SpeculativeReasoning
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
 from sagellm.serving.branches import BranchFields
@@ -43,7 +43,7 @@ from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 from sagellm.serving.other_names import ENDPOINT_OF, OF_OTHER_SERVERS, RENAMED
 from sagellm.serving.prompt_cache import CACHE_LIFETIMES_S
-from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields
+from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields, SpeculativeReasoningFields
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -238,6 +238,7 @@ class GenerationFields(Body):
     n: int | None = None
     early_stop: bool | EarlyStopFields | None = None
     early_exit: bool | EarlyExitFields | None = None
+    speculative_reasoning: bool | SpeculativeReasoningFields | None = None
     min_tokens: int | None = None
     stop: str | list[Any] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_LISTED, fail_fast=True)
@@ -269,7 +270,7 @@ class GenerationFields(Body):
         defaults (generation_config.json) replace sampling parameters that were not sent. `cache_salt` is the
         tenant: it names the namespace of the KV and the account of quotas.
         """
-        stop, leave = self.early_stop, self.early_exit
+        stop, leave, drafted = self.early_stop, self.early_exit, self.speculative_reasoning
         return RequestOptions(
             params=llm.sampling_params(**self.sampling()),
             priority=allowed_priority(settings, self.priority, self.service_tier),
@@ -285,6 +286,11 @@ class GenerationFields(Body):
             approximate_reuse=bool(self.approximate_reuse),
             early_stop=stop.rule() if isinstance(stop, EarlyStopFields) else EarlyStop() if stop else None,
             early_exit=leave.rule() if isinstance(leave, EarlyExitFields) else EarlyExit() if leave else None,
+            speculative_reasoning=drafted.rule()
+            if isinstance(drafted, SpeculativeReasoningFields)
+            else SpeculativeReasoning()
+            if drafted
+            else None,
         )
 
     def _retentions(self) -> Iterator[Retention]:
@@ -374,13 +380,18 @@ class ChatRequest(TemplateFields, GenerationFields):
         return self
 
     def options(self, llm: LLM, settings: ServerConfig, client: Client) -> RequestOptions:
-        """Also the budget that the configuration has for the request's `reasoning_effort`."""
+        """Also the budgets that the configuration has for the request's `reasoning_effort`."""
         options = super().options(llm, settings, client)
         effort = self.reasoning_effort
-        budget = None if effort is None else settings.reasoning_budgets.get(effort)
-        if budget is None or self.max_reasoning_tokens is not None or not llm.has_reasoning_budgets:
+        if effort is None or not llm.has_reasoning_budgets:
             return options
-        return replace(options, params=replace(options.params, max_reasoning_tokens=budget))
+        by_effort = {
+            "max_reasoning_tokens": settings.reasoning_budgets.get(effort),
+            "soft_reasoning_tokens": settings.soft_reasoning_budgets.get(effort),
+        }
+        left_open = {name: value for name, value in by_effort.items() if getattr(self, name) is None}
+        budgets: dict[str, Any] = {name: value for name, value in left_open.items() if value is not None}
+        return replace(options, params=replace(options.params, **budgets)) if budgets else options
 
     def sampling(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

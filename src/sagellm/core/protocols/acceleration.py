@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop
+from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop, SpeculativeReasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,9 @@ class AccelController(Protocol):
 
     def early_exit(self, rule: EarlyExit) -> CoTAccelerator:
         """Decides when the reasoning of a choice is closed. Asked while `early_exit` is on."""
+
+    def speculative_reasoning(self, rule: SpeculativeReasoning) -> CoTAccelerator:
+        """Decides which steps of a small model stay. Asked while `speculative_reasoning` is on."""
 
     def count(
         self, name: str, *, saved: Mapping[str, float] | None = None, spent: Mapping[str, float] | None = None

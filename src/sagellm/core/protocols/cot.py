@@ -22,6 +22,15 @@ MAX_PROBE_TOKENS = 64
 FINAL_ANSWER = "\n\n**Final Answer**\n\\boxed{"
 """What DEER puts behind reasoning, so that a model gives its answer alone."""
 
+MAX_SCORE = 9
+MAX_JUDGE_CHARS = 1024
+MAX_STEP_TOKENS = 1024
+JUDGE = (
+    "\n\nWait, I rate the last step of this reasoning from 0 (wrong or useless) to 9 (right and useful), "
+    "with a single digit.\nScore: "
+)
+"""What stands behind a step, so that a model gives its score alone."""
+
 ProbePlace = Literal["line", "token"]
 """Where a probe may follow: behind the end of a line, or behind any token."""
 
@@ -83,38 +92,69 @@ class EarlyExit:
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.window is None):
-            raise _wrong("needs either a threshold or a window", f"{self.threshold} and {self.window}")
+            both = f"{self.threshold} and {self.window}"
+            raise _wrong("early_exit", "needs either a threshold or a window", both)
         if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise _wrong("threshold must be above 0 and at most 1", self.threshold)
+            raise _wrong("early_exit", "threshold must be above 0 and at most 1", self.threshold)
         if self.window is not None and not MIN_WINDOW <= self.window <= MAX_N:
-            raise _wrong(f"window must be in [{MIN_WINDOW}, {MAX_N}]", self.window)
+            raise _wrong("early_exit", f"window must be in [{MIN_WINDOW}, {MAX_N}]", self.window)
         if self.every < 1:
-            raise _wrong("every must be at least 1", self.every)
+            raise _wrong("early_exit", "every must be at least 1", self.every)
         if self.at not in get_args(ProbePlace):
-            raise _wrong(f"at must be one of {', '.join(get_args(ProbePlace))}", self.at)
+            raise _wrong("early_exit", f"at must be one of {', '.join(get_args(ProbePlace))}", self.at)
         if len(self.probe) > MAX_PROBE_CHARS:
-            raise _wrong(f"probe has at most {MAX_PROBE_CHARS} characters", len(self.probe))
+            raise _wrong("early_exit", f"probe has at most {MAX_PROBE_CHARS} characters", len(self.probe))
         if not 1 <= self.max_probe_tokens <= MAX_PROBE_TOKENS:
-            raise _wrong(f"max_probe_tokens must be in [1, {MAX_PROBE_TOKENS}]", self.max_probe_tokens)
+            limit = f"max_probe_tokens must be in [1, {MAX_PROBE_TOKENS}]"
+            raise _wrong("early_exit", limit, self.max_probe_tokens)
 
 
-def _wrong(wanted: str, given: object) -> RequestError:
-    return RequestError(f"early_exit: {wanted}, got {shown(given)}", "early_exit")
+@dataclass(frozen=True, slots=True)
+class SpeculativeReasoning:
+    """How a small model writes reasoning that is judged; part of a request.
+
+    A step is a line of at most `max_step_tokens` tokens. Behind it and the text `judge` the served model
+    gives a score from 0 to 9; with an empty `judge` the score is 9 times the geometric mean of the
+    probabilities that it gives the step's tokens. From `threshold` on the step stays as it is, else the
+    served model writes it. After `max_rejected` rejected steps in a row it writes all that follows. Raises
+    `RequestError`.
+    """
+
+    threshold: float = 7.0
+    max_step_tokens: int = 128
+    max_rejected: int = 3
+    judge: str = JUDGE
+
+    def __post_init__(self) -> None:
+        field = "speculative_reasoning"
+        if not 0 <= self.threshold <= MAX_SCORE:
+            raise _wrong(field, f"threshold must be in [0, {MAX_SCORE}]", self.threshold)
+        if not 1 <= self.max_step_tokens <= MAX_STEP_TOKENS:
+            raise _wrong(field, f"max_step_tokens must be in [1, {MAX_STEP_TOKENS}]", self.max_step_tokens)
+        if self.max_rejected < 1:
+            raise _wrong(field, "max_rejected must be at least 1", self.max_rejected)
+        if len(self.judge) > MAX_JUDGE_CHARS:
+            raise _wrong(field, f"judge has at most {MAX_JUDGE_CHARS} characters", len(self.judge))
+
+
+def _wrong(field: str, wanted: str, given: object) -> RequestError:
+    return RequestError(f"{field}: {wanted}, got {shown(given)}", field)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStep:
-    """A piece of reasoning that ends in an answer.
+    """A piece of reasoning that ends in an answer, or that is judged.
 
-    Such as one of several samples of a prompt, or the reasoning up to a probe. `answer`: in a form that equal
-    answers share; None while the step runs, and where it has ended without. `confidence`: the geometric mean
-    of the probabilities of the answer's tokens; None: not known.
+    Such as one of several samples of a prompt, the reasoning up to a probe, or a line. `answer`: in a form
+    that equal answers share; None while the step runs, and where it has ended without. `confidence`: the
+    geometric mean of the probabilities of the answer's tokens; `score`: a judge's, 0 to 9. None: not known.
     """
 
     index: int
     has_ended: bool = False
     answer: str | None = None
     confidence: float | None = None
+    score: float | None = None
 
     def __post_init__(self) -> None:
         if self.answer is not None and not self.has_ended:
@@ -126,7 +166,7 @@ class CoTPlan:
     """What follows the steps so far, and why.
 
     `num_to_start`: how many more steps to start now. `chosen`: index of the first step with the answer that
-    has most votes, and `num_votes` of them; None and 0: no step has one.
+    has most votes, and `num_votes` of them, or of the last step if that is accepted; None and 0: of none.
     """
 
     action: StepAction

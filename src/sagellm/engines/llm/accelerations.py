@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.accel.cot.early_exit import ProbeExit
+from sagellm.accel.cot.judged_steps import JudgedSteps
 from sagellm.accel.cot.self_consistency import SelfConsistency
 from sagellm.core.errors import RequestError, nearest
 from sagellm.core.features import REASONING_KV
 from sagellm.core.protocols.acceleration import AccelReport
-from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop
+from sagellm.core.protocols.cot import CoTAccelerator, EarlyExit, EarlyStop, SpeculativeReasoning
 from sagellm.engines.reasoning_kv import ReasoningKV
 from sagellm.engines.speculation import Speculation
 
 SPECULATION, EARLY_STOP, EARLY_EXIT = "speculation", "early_stop", "early_exit"
+SPECULATIVE_REASONING = "speculative_reasoning"
 
 
 @dataclass(slots=True)
@@ -64,6 +66,9 @@ class Accelerations:
 
     def early_exit(self, rule: EarlyExit) -> CoTAccelerator:
         return ProbeExit(rule)
+
+    def speculative_reasoning(self, rule: SpeculativeReasoning) -> CoTAccelerator:
+        return JudgedSteps(rule)
 
     def count(
         self, name: str, *, saved: Mapping[str, float] | None = None, spent: Mapping[str, float] | None = None

@@ -119,6 +119,22 @@ class ReasoningExit:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedSteps:
+    """What became of a small model's steps, for a choice with `speculative_reasoning`.
+
+    Of `num_steps` that were judged `num_accepted` are in the reasoning, with `num_accepted_tokens`.
+    `num_draft_tokens`: drawn by the small model; `num_judge_tokens`: computed by the served model to judge.
+    """
+
+    num_steps: int
+    num_accepted: int
+    num_accepted_tokens: int
+    num_draft_tokens: int
+    num_judge_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one step added to choice `index` of a request.
 
@@ -127,7 +143,7 @@ class TextDelta:
     them. `error` explains a `FinishReason.ERROR`, with HTTP's `error_status`. `queued_s`: how long the
     request waited for its first step. `consensus`: with the last delta of a request with `early_stop`, unless
     it failed; samples that it aborts have `FinishReason.ABORT`. `exit`: with the last delta of a choice with
-    `early_exit` that was not aborted.
+    `early_exit` that was not aborted; `drafted`: the same with `speculative_reasoning`.
     """
 
     request_id: str
@@ -144,6 +160,7 @@ class TextDelta:
     queued_s: float | None = None
     consensus: Consensus | None = None
     exit: ReasoningExit | None = None
+    drafted: DraftedSteps | None = None
 
 
 @dataclass(slots=True)
@@ -157,6 +174,7 @@ class Choice:
     prompt_logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     exit: ReasoningExit | None = None
+    drafted: DraftedSteps | None = None
 
 
 @dataclass(slots=True)
@@ -189,6 +207,7 @@ class Completion:
         choice.prompt_logprobs.extend(delta.prompt_logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         choice.exit = delta.exit or choice.exit
+        choice.drafted = delta.drafted or choice.drafted
         self.usage = delta.usage
         self.error = delta.error or self.error
         if delta.consensus is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Self, cast
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError, nearest, shown
-from sagellm.core.features import REASONING_BUDGETS, REASONING_KV
+from sagellm.core.features import PROMPT_LOGPROBS, REASONING_BUDGETS, REASONING_KV
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.protocols.cot import EarlyExit, StepAction
+from sagellm.core.protocols.cot import SpeculativeReasoning, StepAction
 from sagellm.core.protocols.engine import (
     BranchingEngine,
     EngineCore,
@@ -21,7 +21,7 @@ from sagellm.core.protocols.engine import (
     PinnedPrefix,
     PromptExplanation,
 )
-from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
+from sagellm.core.protocols.prefix_cache import PromptSpan
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
     CapabilityDescriptor,
@@ -32,10 +32,12 @@ from sagellm.core.types import (
     SamplingParams,
     Tokens,
 )
-from sagellm.engines.llm.accelerations import EARLY_EXIT, Accelerations
-from sagellm.engines.llm.completion import Completion, TextDelta, Usage
+from sagellm.engines.llm.accelerations import EARLY_EXIT, SPECULATIVE_REASONING, Accelerations
+from sagellm.engines.llm.completion import Completion, TextDelta
+from sagellm.engines.llm.drafted_reasoning import ReasoningDrafts
+from sagellm.engines.llm.open_request import OpenRequest, requests_of_choices
 from sagellm.engines.llm.options import Hints, RequestOptions
-from sagellm.engines.llm.probes import EarlyExits, ProbedReasoning
+from sagellm.engines.llm.probes import EarlyExits
 from sagellm.engines.llm.samples import VotedSamples
 from sagellm.engines.llm.text_stream import TextStream
 
@@ -43,51 +45,13 @@ Prompt = str | Tokens | Sequence[int] | Sequence[Message]
 _PARAMETERS = frozenset(parameter.name for parameter in fields(SamplingParams))
 
 
-@dataclass(slots=True)
-class _OpenRequest:
-    """A request as its caller sees it: `n` engine requests over one prompt.
-
-    `streams`: of the engine requests that have been started, by id. `samples`: with `early_stop`; `probed`:
-    with `early_exit`, by id. `parent_id`: the engine request that it branches from.
-    `reasoning`: at the end of the prompt, for models that mark it.
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    early_exit: EarlyExit | None = None
-    parent_id: str | None = None
-    samples: VotedSamples | None = None
-    reasoning: ReasoningTracker | None = None
-    streams: dict[str, TextStream] = field(default_factory=dict)
-    probed: dict[str, ProbedReasoning] = field(default_factory=dict)
-    num_cached_tokens: int | None = None
-    queued_s: float | None = None
-    misses: MissCounts | None = None
-    evicted: PromptSpan | None = None
-    num_approximate_tokens: int = 0
-
-    @property
-    def usage(self) -> Usage:
-        generated = sum(stream.num_tokens for stream in self.streams.values())
-        reasoning = sum(stream.num_reasoning_tokens for stream in self.streams.values())
-        return Usage(
-            self.num_prompt_tokens,
-            generated,
-            self.num_cached_tokens or 0,
-            self.misses,
-            self.evicted,
-            min(self.num_approximate_tokens, self.num_prompt_tokens),
-            reasoning,
-            sum(probed.num_probe_tokens for probed in self.probed.values()),
-        )
-
-
 class LLM:
     """An engine with a tokenizer. As a context manager it is closed at the end.
 
     Synchronous, and for one thread; `encode` and `resolve` alone are thread-safe. `defaults`: sampling
     parameters by name, from generation_config.json, for what a request leaves open. `accelerations` says what
-    is on and what it has saved.
+    is on and what it has saved. `drafter`: the engine of a small model, which writes steps of reasoning for
+    requests with `speculative_reasoning`; it is closed with this one.
     """
 
     def __init__(
@@ -99,6 +63,7 @@ class LLM:
         max_model_len: int,
         defaults: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
+        drafter: EngineCore | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -106,11 +71,15 @@ class LLM:
         self._engine = engine
         self._defaults = dict(defaults or {})
         self._clock = clock or engine.clock
-        self._open: dict[str, _OpenRequest] = {}
-        self._by_engine_id: dict[str, _OpenRequest] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._by_engine_id: dict[str, OpenRequest] = {}
         parts = (getattr(engine, name, None) for name in ("speculation", "reasoning_kv"))
         self.accelerations = Accelerations(*parts)
         self._early_exits = EarlyExits(engine, tokenizer, self.accelerations)
+        self._drafts: ReasoningDrafts | None = None
+        if drafter is not None:
+            self.accelerations.add(SPECULATIVE_REASONING, is_exact=False)
+            self._drafts = ReasoningDrafts(engine, drafter, tokenizer, self.accelerations)
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
         self._closed = False
@@ -206,6 +175,8 @@ class LLM:
         tokens = self.encode(prompt)
         if options.early_exit is not None:
             self._check_early_exit(options.params)
+        if options.speculative_reasoning is not None:
+            self._check_drafts(options.params, options.speculative_reasoning)
         request_id = request_id or f"req-{next(self._ids)}"
         request = Request(
             request_id,
@@ -225,7 +196,7 @@ class LLM:
             reports_eviction=options.reports_eviction,
             approximate_reuse=options.approximate_reuse,
         )
-        self._add(request_id, list(_expand(request)), options)
+        self._add(request_id, list(requests_of_choices(request)), options)
         return request_id
 
     def _check_early_exit(self, params: SamplingParams) -> None:
@@ -234,6 +205,16 @@ class LLM:
         if not self.has_early_exits:
             where = "a single server with an engine of its own, not a fleet, can: leave it out"
             raise UnsupportedParameterError(f"early_exit: probes cannot share KV here; {where}", "early_exit")
+
+    def _check_drafts(self, params: SamplingParams, rule: SpeculativeReasoning) -> None:
+        field = "speculative_reasoning"
+        if not params.reasoning_token_ids and not self.tokenizer.reasoning_token_ids:
+            raise _no_markers(field)
+        if not self.has_reasoning_drafts:
+            where = "set speculative.reasoning_model of a single server, or leave it out"
+            raise UnsupportedParameterError(f"{field}: no small model writes reasoning here: {where}", field)
+        if not rule.judge and PROMPT_LOGPROBS not in self.capability().features:
+            raise UnsupportedParameterError(f"{field}: no prompt is scored here: send a judge", field)
 
     def _options(self, given: RequestOptions | SamplingParams | None) -> RequestOptions:
         if isinstance(given, RequestOptions):
@@ -285,9 +266,11 @@ class LLM:
     def step(self) -> list[TextDelta]:
         """Run one engine step; returns its deltas, after those that `stream` kept back."""
         deltas, self._undelivered = self._undelivered, []
+        if self._drafts is not None:
+            self._drafts.step()
         outputs = self._engine.step() if self._engine.has_work() else ()
-        voting: dict[str, _OpenRequest] = {}
-        for output in itertools.chain.from_iterable(map(self._early_exits.through, outputs)):
+        voting: dict[str, OpenRequest] = {}
+        for output in self._shown(outputs):
             opened = self._by_engine_id.get(output.request_id)
             if opened is not None:
                 deltas.append(self._delta(opened, output))
@@ -297,6 +280,12 @@ class LLM:
             deltas = self._voted(opened, deltas)
         return deltas
 
+    def _shown(self, outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+        """What choices may show after these outputs, some of probes and judges."""
+        if self._drafts is not None:
+            outputs = itertools.chain.from_iterable(map(self._drafts.through, outputs))
+        return itertools.chain.from_iterable(map(self._early_exits.through, outputs))
+
     def abort(self, request_id: str) -> bool:
         """Drop a request with all its choices; no delta follows. False if it is not open."""
         opened = self._open.pop(request_id, None)
@@ -305,12 +294,13 @@ class LLM:
             return False
         for engine_id in opened.streams:
             if self._by_engine_id.pop(engine_id, None) is not None:
-                self._early_exits.close(engine_id)
+                self._close(engine_id)
                 self._engine.abort(engine_id)
         return True
 
     def has_work(self) -> bool:
-        return bool(self._undelivered) or self._engine.has_work()
+        drafts = self._drafts is not None and self._drafts.has_work()
+        return bool(self._undelivered) or drafts or self._engine.has_work()
 
     def idle_s(self) -> float | None:
         """Seconds until there is work without a call; None: never."""
@@ -347,6 +337,11 @@ class LLM:
         return is_possible and bool(self.tokenizer.reasoning_token_ids)
 
     @property
+    def has_reasoning_drafts(self) -> bool:
+        """Whether requests may have `speculative_reasoning`."""
+        return self._drafts is not None and self.has_reasoning_budgets
+
+    @property
     def bytes_per_block(self) -> int:
         """Of KV; 0 if the engine does not tell."""
         schema = self._engine.capability().kv_schema
@@ -363,6 +358,8 @@ class LLM:
         self._by_engine_id.clear()
         self._early_exits.clear()
         self._undelivered.clear()
+        if self._drafts is not None:
+            self._drafts.shut_down()
         self._engine.close()
 
     def generate(
@@ -428,7 +425,7 @@ class LLM:
         taken = [request.request_id for request in requests if request.request_id in self._by_engine_id]
         if taken or request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
-        opened = _OpenRequest(request_id, len(requests[0].tokens), options.early_exit)
+        opened = OpenRequest(request_id, len(requests[0].tokens), options)
         opened.parent_id = self._running(options.branch_of)
         self._open[request_id] = opened
         markers = requests[0].params.reasoning_token_ids or self.tokenizer.reasoning_token_ids
@@ -453,7 +450,7 @@ class LLM:
         engine_id = names[index] if index < len(names) else None
         return engine_id if engine_id in self._by_engine_id else None
 
-    def _start(self, opened: _OpenRequest, request: Request) -> None:
+    def _start(self, opened: OpenRequest, request: Request) -> None:
         params = request.params
         if params.max_tokens == 0:  # computing a prompt draws a token, which the text stream drops
             request = replace(request, params=replace(params, max_tokens=1))
@@ -468,12 +465,17 @@ class LLM:
         reasoning = None if opened.reasoning is None else replace(opened.reasoning)
         stream = TextStream(self.tokenizer, params, stop_ids, request.tokens, reasoning)
         opened.streams[request.request_id] = stream
-        rule = opened.early_exit if self.accelerations.is_on(EARLY_EXIT) else None
-        if rule is not None and opened.reasoning is not None:
+        if opened.reasoning is None:
+            return
+        rule, steps = opened.options.early_exit, opened.options.speculative_reasoning
+        if rule is not None and self.accelerations.is_on(EARLY_EXIT):
             probed = self._early_exits.open(request, rule, replace(opened.reasoning))
             opened.probed[request.request_id] = probed
+        if steps is not None and self._drafts is not None and self.accelerations.is_on(SPECULATIVE_REASONING):
+            drafted = self._drafts.open(request, steps, replace(opened.reasoning))
+            opened.drafted[request.request_id] = drafted
 
-    def _voted(self, opened: _OpenRequest, deltas: list[TextDelta]) -> list[TextDelta]:
+    def _voted(self, opened: OpenRequest, deltas: list[TextDelta]) -> list[TextDelta]:
         """Continue or end a request of which samples have ended in a step.
 
         More samples are started, or those that run are aborted. Returns the `deltas` of the step with those
@@ -501,16 +503,22 @@ class LLM:
         deltas[last] = replace(deltas[last], is_last=True, consensus=consensus)
         return deltas
 
-    def _aborted(self, opened: _OpenRequest) -> Iterator[TextDelta]:
+    def _aborted(self, opened: OpenRequest) -> Iterator[TextDelta]:
         """Abort the choices that run; one delta of each."""
         for index, (engine_id, stream) in enumerate(opened.streams.items()):
             if self._by_engine_id.pop(engine_id, None) is not None:
-                self._early_exits.close(engine_id)
+                self._close(engine_id)
                 self._engine.abort(engine_id)
                 stream.finish_reason = reason = FinishReason.ABORT
                 yield TextDelta(opened.request_id, index, "", (), opened.usage, finish_reason=reason)
 
-    def _delta(self, opened: _OpenRequest, output: RequestOutput) -> TextDelta:
+    def _close(self, engine_id: str) -> None:
+        """End the probes, drafts and judges of a choice that ends."""
+        self._early_exits.close(engine_id)
+        if self._drafts is not None:
+            self._drafts.close(engine_id)
+
+    def _delta(self, opened: OpenRequest, output: RequestOutput) -> TextDelta:
         engine_id = output.request_id
         stream = opened.streams[engine_id]
         text, token_ids, logprobs = stream.feed(output)
@@ -522,13 +530,14 @@ class LLM:
         opened.num_approximate_tokens = max(opened.num_approximate_tokens, output.num_approximate_tokens)
         if reason is not None:
             del self._by_engine_id[engine_id]
-            self._early_exits.close(engine_id)
+            self._close(engine_id)
             if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on
                 self._engine.abort(engine_id)
             all_ended = all(choice.finish_reason is not None for choice in opened.streams.values())
             if all_ended and opened.samples is None:
                 del self._open[opened.request_id]
-        index, probed = list(opened.streams).index(engine_id), opened.probed.get(engine_id)
+        index = list(opened.streams).index(engine_id)
+        probed, drafted = opened.probed.get(engine_id), opened.drafted.get(engine_id)
         if opened.samples is not None:
             answers = reason is FinishReason.STOP and not stream.is_reasoning
             opened.samples.add(index, text, has_ended=reason is not None, answers=answers)
@@ -546,25 +555,13 @@ class LLM:
             is_last=opened.request_id not in self._open,
             queued_s=opened.queued_s,
             exit=None if reason is None or probed is None else probed.outcome,
+            drafted=None if reason is None or drafted is None else drafted.outcome,
         )
 
 
 def _no_markers(field: str) -> RequestError:
     markers = "like <think> and </think> that mark its reasoning"
     return RequestError(f"{field}: this model has no tokens {markers}: leave it out", field)
-
-
-def _expand(request: Request) -> Iterator[Request]:
-    """The `n` engine requests `id#i` of a request, or itself if `n` is 1."""
-    if request.params.n == 1:
-        yield request
-        return
-    for index in range(request.params.n):
-        seed = request.params.seed
-        params = replace(request.params, n=1, seed=None if seed is None else seed + index)
-        engine_id = f"{request.request_id}#{index}"
-        hints = request.kv_hints if index == 0 else None
-        yield replace(request, request_id=engine_id, params=params, group=request.request_id, kv_hints=hints)
 
 
 def _parsed(kv_hints: Hints) -> KVHintsEnvelope:

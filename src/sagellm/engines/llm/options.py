@@ -8,13 +8,18 @@ from typing import Any
 
 from sagellm.core.errors import RequestError, shown
 from sagellm.core.kv_hints import KVHintsEnvelope
-from sagellm.core.protocols.cot import MIN_WINDOW, EarlyExit, EarlyStop
+from sagellm.core.protocols.cot import MIN_WINDOW, EarlyExit, EarlyStop, SpeculativeReasoning
 from sagellm.core.types import SLO, Retention, SamplingParams
 
 Hints = KVHintsEnvelope | Mapping[str, Any]
 """KV hints, parsed or as decoded JSON."""
 
 MAX_SESSION_ID_CHARS = 256
+_RULES: Mapping[str, type] = {
+    "early_stop": EarlyStop,
+    "early_exit": EarlyExit,
+    "speculative_reasoning": SpeculativeReasoning,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class RequestOptions:
     events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
     `approximate_reuse` lets KV of equal text at other positions stand in, if the engine allows it.
     `early_stop` starts the `n` choices in windows, and no more once their answers agree; `early_exit` closes
-    the reasoning of each once probes know its answer.
+    the reasoning of each once probes know its answer; `speculative_reasoning` has a small model write steps
+    of it.
     `branch_of` names a request and a choice that may still run and whose tokens begin the prompt: the KV of
     them that is computed is shared at once, to the token.
 
@@ -50,6 +56,7 @@ class RequestOptions:
     approximate_reuse: bool = False
     early_stop: EarlyStop | None = None
     early_exit: EarlyExit | None = None
+    speculative_reasoning: SpeculativeReasoning | None = None
     branch_of: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -60,13 +67,34 @@ class RequestOptions:
         if self.session_id is not None and not 0 < len(self.session_id) <= MAX_SESSION_ID_CHARS:
             size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(self.session_id)}"
             raise RequestError(f"session_id must have {size}", "session_id")
-        for name, kind in (("early_stop", EarlyStop), ("early_exit", EarlyExit)):
+        for name, kind in _RULES.items():
             rule: object = getattr(self, name)
             if rule is not None and not isinstance(rule, kind):
-                raise RequestError(f"{name} must be an {kind.__name__} or None, got {shown(rule)}", name)
+                raise RequestError(f"{name} must be None or of type {kind.__name__}, got {shown(rule)}", name)
         if self.early_exit is not None and params.max_reasoning_kv_tokens is not None:
             why = "its probes share all KV of the reasoning, so that none can be dropped"
             raise RequestError(f"early_exit goes without max_reasoning_kv_tokens: {why}", "early_exit")
+        if self.speculative_reasoning is not None:
+            self._check_drafted()
         if self.early_stop is not None and params.n < MIN_WINDOW:
             least = f"early_stop needs n of at least {MIN_WINDOW}: how many choices there may be"
             raise RequestError(f"{least}, got {params.n}", "early_stop")
+
+    def _check_drafted(self) -> None:
+        """Raise `RequestError` for what drafted reasoning cannot have beside it.
+
+        Tokens of a small model have no probabilities, and several requests write the answer in turn.
+        """
+        params = self.params
+        beside = {
+            "logprobs": params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+            "max_reasoning_kv_tokens": params.max_reasoning_kv_tokens,
+            "early_exit": self.early_exit,
+            "kv_hints": self.kv_hints,
+        }
+        for name, value in beside.items():
+            if value is not None:
+                raise RequestError(
+                    f"speculative_reasoning cannot go with {name}: leave out either", "speculative_reasoning"
+                )

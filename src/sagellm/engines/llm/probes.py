@@ -180,7 +180,7 @@ class ProbedReasoning:
             output = self._held.popleft()
             room = int(min(position - self._num_released, len(output.new_token_ids)))
             if room < len(output.new_token_ids):
-                output, later = _split(output, room)
+                output, later = split_output(output, room)
                 self._held.appendleft(later)
             self._num_released += room
             yield output
@@ -290,7 +290,7 @@ class EarlyExits:
                 self._engine.abort(probe.request_id)
 
 
-def _split(output: RequestOutput, count: int) -> tuple[RequestOutput, RequestOutput]:
+def split_output(output: RequestOutput, count: int) -> tuple[RequestOutput, RequestOutput]:
     """The output of the first `count` tokens, and of the others."""
     ids, logprobs = output.new_token_ids, output.logprobs
     first = output._replace(
