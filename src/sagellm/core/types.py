@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import RequestError, shown
+from sagellm.core.field_checks import as_bias, as_tuple, in_range, is_integer, is_number, wrong_type
 from sagellm.core.kv_hints import KVHintsEnvelope
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ class Retention:
     duration_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _in_range("retention.start", self.start, 0, math.inf)
-        _in_range("retention.priority", self.priority, 0, 100)
-        _in_range("retention.duration_s", self.duration_s, 0.0, math.inf)
+        in_range("retention.start", self.start, 0, math.inf)
+        in_range("retention.priority", self.priority, 0, 100)
+        in_range("retention.duration_s", self.duration_s, 0.0, math.inf)
         if self.stop is not None and self.stop <= self.start:
             raise RequestError(
                 f"retention.stop ({self.stop}) must be greater than start ({self.start})", "retention"
@@ -268,19 +268,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop: Any = self.stop
         several = (stop,) if isinstance(stop, str) else stop
-        texts = _as_tuple("stop", "a string or several", several, lambda value: isinstance(value, str))
+        texts = as_tuple("stop", "a string or several", several, lambda value: isinstance(value, str))
         object.__setattr__(self, "stop", texts)
         for name in ("stop_token_ids", "reasoning_token_ids"):
-            ids = _as_tuple(name, "several token ids", getattr(self, name), _is_integer)
+            ids = as_tuple(name, "several token ids", getattr(self, name), is_integer)
             object.__setattr__(self, name, ids)
-        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
         for name, wanted, is_right in _FIELD_TYPES:
             if not is_right(value := getattr(self, name)):
-                raise _wrong_type(name, wanted, value)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+                raise wrong_type(name, wanted, value)
+        in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         for name, (low, high) in SAMPLING_RANGES.items():
             if (value := getattr(self, name)) is not None:
-                _in_range(name, value, low, high)
+                in_range(name, value, low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             excess = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise RequestError(excess, "min_tokens")
@@ -290,7 +290,7 @@ class SamplingParams:
             given = "reasoning_token_ids must be two different ids: of the start and of the end marker"
             raise RequestError(f"{given}, got {shown(markers)}", "reasoning_token_ids")
         for token_id, bias in self.logit_bias.items():
-            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+            in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -313,67 +313,16 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _is_number(value: object) -> bool:
-    # Plain types first: a check against an abstract type takes ten times as long.
-    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
-
-
-def _is_integer(value: object) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
 _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
-    "float": ("a number", _is_number),
-    "int": ("an integer", _is_integer),
-    "int | None": ("an integer or None", lambda value: value is None or _is_integer(value)),
+    "float": ("a number", is_number),
+    "int": ("an integer", is_integer),
+    "int | None": ("an integer or None", lambda value: value is None or is_integer(value)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
 }
 _FIELD_TYPES = [
     (each.name, *_KINDS[kind]) for kind in _KINDS for each in fields(SamplingParams) if each.type == kind
 ]
 """Fields of `SamplingParams`: the name, what it must be in words, and the check."""
-
-
-def _as_tuple(name: str, wanted: str, values: Any, is_right: Callable[[object], bool]) -> tuple[Any, ...]:
-    """A tuple of the values; None is none."""
-    if values is not None and not isinstance(values, Iterable):
-        raise _wrong_type(name, wanted, values)
-    found = tuple(values or ())
-    for value in found:
-        if not is_right(value):
-            raise _wrong_type(name, wanted, value)
-    return found
-
-
-def _as_bias(bias: Any) -> Mapping[int, float]:
-    """The bias of tokens by id; None is none."""
-    if not bias and isinstance(bias, dict):
-        return bias
-    wanted = "a mapping from token ids to numbers"
-    if not isinstance(bias or {}, Mapping):
-        raise _wrong_type("logit_bias", wanted, bias)
-    found: Mapping[int, float] = bias or {}
-    for token_id, value in found.items():
-        if not (_is_integer(token_id) and _is_number(value)):
-            raise _wrong_type("logit_bias", wanted, {token_id: value})
-    return found
-
-
-def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, got {shown(value)}", name)
-
-
-def _in_range(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
-) -> None:
-    """Raise `RequestError` unless `low <= value <= high` (`<` with `open_low`); NaN fails."""
-    above = value > low if open_low else value >= low
-    if above and value <= high and not math.isinf(value):
-        return
-    if math.isinf(high) and not math.isinf(value):
-        raise RequestError(f"{name} must be at least {low}, got {value}", param or name)
-    ends = f"{'(' if open_low else '['}{low}, {high}]"
-    raise RequestError(f"{name} must be in {ends}, got {value}", param or name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +369,7 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.tokens):
             raise RequestError("the prompt is empty: send at least one token", "prompt")
-        ids = _as_tuple("generated", "several token ids", self.generated, _is_integer)
+        ids = as_tuple("generated", "several token ids", self.generated, is_integer)
         object.__setattr__(self, "generated", ids)
         if "\0" in self.namespace.tenant:
             raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
