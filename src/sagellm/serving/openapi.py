@@ -439,6 +439,10 @@ def _generation_fields(gateway: Gateway) -> Schema:
         name: _or_null(_in_range(name, whole=False))
         for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     }
+    numbers |= {
+        name: _or_null(*[_in_range(name, whole=True)] * gateway.llm.has_reasoning_budgets)
+        for name in ("max_reasoning_tokens", "soft_reasoning_tokens")
+    }
     stop = TEXT | {"maxLength": MAX_STOP_LENGTH}
     flags: Schema = {
         name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
@@ -455,23 +459,15 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
-        "early_stop": _or_null({"type": "boolean"}, EarlyStopFields.model_json_schema()),
-        "early_exit": _or_null({"type": "boolean"}, EarlyExitFields.model_json_schema())
-        if gateway.llm.has_early_exits
-        else {"enum": [None, False]},
-        "speculative_reasoning": _or_null({"type": "boolean"}, SpeculativeReasoningFields.model_json_schema())
-        if gateway.llm.has_reasoning_drafts
-        else {"enum": [None, False]},
+        "early_stop": _rule(EarlyStopFields),
+        "early_exit": _rule(EarlyExitFields, is_possible=gateway.llm.has_early_exits),
+        "speculative_reasoning": _rule(
+            SpeculativeReasoningFields, is_possible=gateway.llm.has_reasoning_drafts
+        ),
         "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, max_model_len - 1)),
-        "max_reasoning_tokens": _or_null(
-            *[_in_range("max_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
-        ),
         "num_speculative_tokens": _or_null(_in_range("num_speculative_tokens", whole=True)),
-        "soft_reasoning_tokens": _or_null(
-            *[_in_range("soft_reasoning_tokens", whole=True)] * gateway.llm.has_reasoning_budgets
-        ),
         "max_reasoning_kv_tokens": _or_null(
             *[_integer(LEAST_BLOCKS * gateway.llm.capability().block_size, 2**31)]
             * gateway.llm.has_reasoning_kv
@@ -491,6 +487,12 @@ def _generation_fields(gateway: Gateway) -> Schema:
             "enum": [None, False, True][: 2 + (APPROXIMATE_REUSE in gateway.llm.capability().features)]
         },
     }
+
+
+def _rule(model: type[BaseModel], *, is_possible: bool = True) -> Schema:
+    """A rule by its fields, or true for its defaults."""
+    fields = [{"type": "boolean"}, model.model_json_schema()]
+    return _or_null(*fields) if is_possible else {"enum": [None, False]}
 
 
 def numbers_below(limit: int) -> str:
