@@ -18,8 +18,9 @@ from sagellm.engines.build import load
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.serving import create_app
 from sagellm.serving.answers import ErrorAnswer
-from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_CLIENTS, FOR_OPERATORS, Endpoint, numbers_below
+from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_CLIENTS, FOR_OPERATORS, Endpoint
 from sagellm.serving.schema import NEUTRAL
+from sagellm.serving.schema_parts import numbers_below
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 

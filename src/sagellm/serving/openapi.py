@@ -6,8 +6,7 @@ of a request is pydantic's, corrected by the checks that pydantic does not know.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -20,7 +19,7 @@ from sagellm.core.features import APPROXIMATE_REUSE
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.protocols.cot import MIN_WINDOW
 from sagellm.core.registry import registry
-from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from sagellm.engines.validation import LEAST_BLOCKS
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, cache_facts, schema
@@ -40,8 +39,17 @@ from sagellm.serving.gateway import Gateway
 from sagellm.serving.other_names import OF_OTHER_SERVERS
 from sagellm.serving.prompt_cache import BREAKPOINT
 from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields, SpeculativeReasoningFields
-
-Schema = dict[str, Any]
+from sagellm.serving.schema_parts import (
+    NULL,
+    Schema,
+    given,
+    in_range,
+    integer,
+    neutral,
+    numbers_below,
+    or_null,
+    rule,
+)
 
 JSON = "application/json"
 REFERENCE = "#/components/schemas/{model}"
@@ -50,7 +58,6 @@ RUNNING = (429, 500, 503)
 FLEET = (404, 409, *RUNNING)
 """Statuses of what is done with the instances of a fleet."""
 
-NULL: Schema = {"type": "null"}
 TEXT: Schema = {"type": "string", "minLength": 1}
 BEYOND_SCHEMA = (
     " Beside what this schema says: the prompt and max_tokens must fit into the context together, min_tokens "
@@ -382,7 +389,7 @@ def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) ->
     } | _fields_of(model, gateway, model_name)
     if schema.names_a_model(model):
         for name, values in sorted(schema.NEUTRAL.items()):
-            properties.setdefault(name, _neutral(values))
+            properties.setdefault(name, neutral(values))
         for name in sorted(schema.WITHOUT_EFFECT):
             properties.setdefault(name, WITHOUT)
     if issubclass(model, schema.GenerationFields):
@@ -399,7 +406,7 @@ def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) ->
 
 def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Schema:
     """The fields whose checks pydantic does not know."""
-    tokens = {"type": "array", "items": _integer(0, gateway.llm.tokenizer.vocab_size - 1)}
+    tokens = {"type": "array", "items": integer(0, gateway.llm.tokenizer.vocab_size - 1)}
     max_model_len = gateway.llm.max_model_len
     fields: Schema = {}
     if schema.names_a_model(model):
@@ -411,14 +418,14 @@ def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Sch
         fields["max_completion_tokens"] = fields["max_tokens"]
     elif issubclass(model, schema.CompletionRequest):
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
-        fields["max_tokens"] = _or_null(_integer(0, max_model_len - 1))
-        fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
-        fields["branch_from"] = _or_null(BranchFields.model_json_schema())
+        fields["max_tokens"] = or_null(integer(0, max_model_len - 1))
+        fields["logprobs"] = or_null(in_range("logprobs", whole=True))
+        fields["branch_from"] = or_null(BranchFields.model_json_schema())
     elif issubclass(model, schema.PromptFields):
-        fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
-        fields["messages"] = _or_null(_messages())
+        fields["prompt"] = or_null(TEXT, tokens | {"minItems": 1})
+        fields["messages"] = or_null(_messages())
     elif model is schema.TokenizeRequest:
-        fields["messages"] = _or_null(_messages())
+        fields["messages"] = or_null(_messages())
     elif model is schema.DetokenizeRequest:
         fields["tokens"] = tokens | {"maxItems": max_model_len}
     elif model is PolicyRequest:
@@ -428,7 +435,7 @@ def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Sch
     elif model is schema.HintRequest:
         fields["kv_hints"] = _kv_hints()
     if "cache_salt" in model.model_fields:
-        fields["cache_salt"] = _or_null({"type": "string", "maxLength": 2**16, "pattern": "^[^\\u0000]*$"})
+        fields["cache_salt"] = or_null({"type": "string", "maxLength": 2**16, "pattern": "^[^\\u0000]*$"})
     return fields
 
 
@@ -436,11 +443,11 @@ def _generation_fields(gateway: Gateway) -> Schema:
     settings, max_model_len = gateway.settings, gateway.llm.max_model_len
     vocab_size = gateway.llm.tokenizer.vocab_size
     numbers = {
-        name: _or_null(_in_range(name, whole=False))
+        name: or_null(in_range(name, whole=False))
         for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     }
     numbers |= {
-        name: _or_null(*[_in_range(name, whole=True)] * gateway.llm.has_reasoning_budgets)
+        name: or_null(*[in_range(name, whole=True)] * gateway.llm.has_reasoning_budgets)
         for name in ("max_reasoning_tokens", "soft_reasoning_tokens")
     }
     stop = TEXT | {"maxLength": MAX_STOP_LENGTH}
@@ -455,55 +462,38 @@ def _generation_fields(gateway: Gateway) -> Schema:
     logit_bias = {"type": "object", "propertyNames": keys, "additionalProperties": bias}
     stream_options = {"type": "object", "properties": flags, "additionalProperties": False}
     return numbers | {
-        "stream_options": _or_null(stream_options),
-        "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-        "top_k": _or_null(_in_range("top_k", whole=True)),
-        "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
-        "early_stop": _rule(EarlyStopFields),
-        "early_exit": _rule(EarlyExitFields, is_possible=gateway.llm.has_early_exits),
-        "speculative_reasoning": _rule(
+        "stream_options": or_null(stream_options),
+        "top_p": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "top_k": or_null(in_range("top_k", whole=True)),
+        "n": or_null(integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
+        "early_stop": rule(EarlyStopFields),
+        "early_exit": rule(EarlyExitFields, is_possible=gateway.llm.has_early_exits),
+        "speculative_reasoning": rule(
             SpeculativeReasoningFields, is_possible=gateway.llm.has_reasoning_drafts
         ),
-        "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
-        "max_tokens": _or_null(_integer(1, max_model_len - 1)),
-        "min_tokens": _or_null(_integer(0, max_model_len - 1)),
-        "num_speculative_tokens": _or_null(_in_range("num_speculative_tokens", whole=True)),
-        "max_reasoning_kv_tokens": _or_null(
-            *[_integer(LEAST_BLOCKS * gateway.llm.capability().block_size, 2**31)]
+        "priority": or_null(integer(-schema.MAX_PRIORITY, highest)),
+        "max_tokens": or_null(integer(1, max_model_len - 1)),
+        "min_tokens": or_null(integer(0, max_model_len - 1)),
+        "num_speculative_tokens": or_null(in_range("num_speculative_tokens", whole=True)),
+        "max_reasoning_kv_tokens": or_null(
+            *[integer(LEAST_BLOCKS * gateway.llm.capability().block_size, 2**31)]
             * gateway.llm.has_reasoning_kv
         ),
-        "soft_reasoning_slope": _or_null(_in_range("soft_reasoning_slope", whole=False)),
-        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
-        "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
-        "logit_bias": _or_null(logit_bias),
-        "kv_hints": _or_null(_kv_hints()),
-        "slo": _or_null(schema.SloFields.model_json_schema()),
-        "retention": _or_null(
+        "soft_reasoning_slope": or_null(in_range("soft_reasoning_slope", whole=False)),
+        "stop": or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
+        "stop_token_ids": or_null({"type": "array", "items": integer(0, vocab_size - 1)}),
+        "logit_bias": or_null(logit_bias),
+        "kv_hints": or_null(_kv_hints()),
+        "slo": or_null(schema.SloFields.model_json_schema()),
+        "retention": or_null(
             {"type": "array", "items": schema.RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
         ),
-        "prompt_cache_options": _or_null(schema.PromptCacheOptions.model_json_schema()),
+        "prompt_cache_options": or_null(schema.PromptCacheOptions.model_json_schema()),
         "return_cache_misses": {"enum": [None, False, True][: 2 + gateway.attributes_misses]},
         APPROXIMATE_REUSE: {
             "enum": [None, False, True][: 2 + (APPROXIMATE_REUSE in gateway.llm.capability().features)]
         },
     }
-
-
-def _rule(model: type[BaseModel], *, is_possible: bool = True) -> Schema:
-    """A rule by its fields, or true for its defaults."""
-    fields = [{"type": "boolean"}, model.model_json_schema()]
-    return _or_null(*fields) if is_possible else {"enum": [None, False]}
-
-
-def numbers_below(limit: int) -> str:
-    """A regular expression for the numbers below `limit`, without leading zeros."""
-    digits = str(limit - 1)
-    forms = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}"] if len(digits) > 1 else []
-    for i, digit in enumerate(digits):
-        lowest = 1 if i == 0 and len(digits) > 1 else 0
-        if int(digit) > lowest:
-            forms.append(f"{digits[:i]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - i - 1}}}")
-    return "|".join([*forms, digits])
 
 
 def _messages() -> Schema:
@@ -519,7 +509,7 @@ def _messages() -> Schema:
         "required": ["type", "text"],
     }
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    properties: Schema = {name: _neutral(values) for name, values in schema.MESSAGE_NEUTRAL.items()}
+    properties: Schema = {name: neutral(values) for name, values in schema.MESSAGE_NEUTRAL.items()}
     properties |= {
         "role": {"enum": list(schema.ROLES)},
         "content": content,
@@ -566,39 +556,15 @@ def _rules(model: type[BaseModel]) -> Schema:
     """What the fields of a request demand of each other."""
     if issubclass(model, schema.TokenizeRequest | schema.PromptFields):
         prompt, messages = {"type": ["string", "array"]}, {"type": "array"}
-        return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
+        return {"oneOf": [given("prompt", prompt), given("messages", messages)]}
     if not issubclass(model, schema.GenerationFields):
         return {}
-    rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, _given("stream", {"const": True})]}]
+    rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, given("stream", {"const": True})]}]
     without = {"properties": {"early_stop": {"enum": [False, None]}}}
-    rules.append({"anyOf": [without, _given("n", {"type": "integer", "minimum": MIN_WINDOW})]})
+    rules.append({"anyOf": [without, given("n", {"type": "integer", "minimum": MIN_WINDOW})]})
     if issubclass(model, schema.ChatRequest):
-        rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, _given("logprobs", {"const": True})]})
+        rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, given("logprobs", {"const": True})]})
     else:
-        some = {"properties": {"max_tokens": _or_null({"minimum": 1})}}
-        rules.append({"anyOf": [some, _given("echo", {"const": True})]})
+        some = {"properties": {"max_tokens": or_null({"minimum": 1})}}
+        rules.append({"anyOf": [some, given("echo", {"const": True})]})
     return {"allOf": rules}
-
-
-def _given(name: str, value: Schema) -> Schema:
-    return {"properties": {name: value}, "required": [name]}
-
-
-def _in_range(name: str, *, whole: bool) -> Schema:
-    low, high = SAMPLING_RANGES[name]
-    return {"type": "integer" if whole else "number", "minimum": low} | (
-        {} if math.isinf(high) else {"maximum": high}
-    )
-
-
-def _integer(low: int, high: int) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _or_null(*schemas: Mapping[str, Any]) -> Schema:
-    return {"anyOf": [*schemas, NULL]}
-
-
-def _neutral(values: Iterable[Any]) -> Schema:
-    """Null, or one of the values. JSON Schema has one 1, so 1.0 is none beside it."""
-    return {"enum": [None, *(value for value in values if not isinstance(value, float))]}
