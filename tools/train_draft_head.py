@@ -1,9 +1,10 @@
 """Trains a draft head for the demo model, or another of our small models.
 
 From a seed alone, on one CPU core: `python tools/train_draft_head.py --work-dir FOLDER` made the shipped
-file. The head imitates the model at `--guesses` places in a row, on the conversations that the model was
-trained on. A killed run resumes from the checkpoint in ``--work-dir``, and from there on leaves out other
-hidden states than a whole one.
+file. The head, of the kind `--kind`, imitates the model at `--guesses` places in a row, on the conversations
+that the model was trained on. In the end the script says how many guesses are right, on the model's own
+answers to questions that no training saw. A killed run resumes from the checkpoint in ``--work-dir``, and
+from there on leaves out other hidden states than a whole one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo_head import DemoHead, KeysValues, head_names
-from demo_net import DemoNet, load_net
-from demo_text import Row
+from demo_data import MAKERS, evaluation_set
+from demo_head import HEADS, AnyHead, head_names, load_head
+from demo_net import DemoNet, greedy, load_net
+from demo_text import TURN_END, Row, prompt_text
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.head_files import HEAD_FILE, TRAINED_FOR, head_mark
+from sagellm.engines.native.head_files import HEAD_FILE, HEAD_KIND, TRAINED_FOR, head_mark
 from train_demo_model import (
     DEFAULT_OUT,
     Progress,
@@ -41,6 +43,9 @@ WEIGHT_OF_NEXT = 0.8
 LOST = 0.01
 """Share of places at which the hidden state is not known, as behind a prefix that was cached."""
 
+HELD_OUT = 25
+"""Questions of each task that are asked in the end."""
+
 
 def arguments() -> argparse.Namespace:
     """The command line."""
@@ -48,9 +53,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEFAULT_OUT, help="Hugging Face folder of the model")
     parser.add_argument("--out", type=Path, default=None, help=f"file to write; default: MODEL/{HEAD_FILE}")
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--begin-with", type=Path, help="a head of whose tensors those alike are the first")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--stop-at", type=int, default=None, help="leave after this step")
-    parser.add_argument("--guesses", type=int, default=4)
+    parser.add_argument("--kind", choices=list(HEADS), default="eagle")
+    parser.add_argument("--guesses", type=int, default=None, help="in a row; default: eagle 4, others 8")
     parser.add_argument("--decay", type=float, default=0.6, help="share of the steps with a falling rate")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--rate", type=float, default=2e-3, help="AdamW's rate for gains")
@@ -60,7 +67,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=1.0)
     parser.add_argument("--copying", type=int, nargs=2, default=[3, 5], help="pools of copying, from and to")
     parser.add_argument("--lists-from", type=int, default=5, help="first pool that leans to lists and tables")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.guesses = args.guesses or (4 if args.kind == "eagle" else 8)
+    return args
 
 
 @dataclass
@@ -80,46 +89,61 @@ class Guesses:
         return together.float().mean(1).tolist()
 
 
-def guess(net: DemoNet, head: DemoHead, batch: list[Row], count: int, *, lost: float = 0.0) -> Guesses:
+def guess(net: DemoNet, head: AnyHead, batch: list[Row], count: int, *, lost: float = 0.0) -> Guesses:
     """Let the head guess `count` tokens in a row from each place.
 
     The target is the model's own distribution at the guessed place.
     """
-    inputs, _, learnt = tensors(batch)
+    inputs, _, own = tensors(batch)
     with torch.no_grad():
         hidden = net.hidden(inputs)
         scores = net.logits(hidden)
         before = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
         before = before * (torch.rand(inputs.shape) >= lost).unsqueeze(-1)
-    earlier: list[KeysValues] = []
     loss, right = torch.zeros(()), list[Tensor]()
-    learnt = learnt.clone()
+    learnt = own.clone()
     learnt[:, -count:] = False  # what follows is beyond the text
-    for number in range(count):
-        output = head(net, inputs, before, earlier)
+    for number, output in enumerate(head.guesses(net, inputs, before, count)):
         places = learnt.roll(number, 1)
-        own, wanted = net.logits(output[places]), scores[places]
+        found, wanted = net.logits(output[places]), scores[places]
         own_loss = F.kl_div(
-            own.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True
+            found.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True
         )
         loss = loss + WEIGHT_OF_NEXT**number * own_loss
-        right.append(own.argmax(-1) == wanted.argmax(-1))
-        before = F.pad(output, (0, 0, 1, 0))[:, :-1]
+        right.append((found.argmax(-1) == wanted.argmax(-1)) & own[places])
     return Guesses(loss, right)
 
 
-def train_step(run: Run[DemoHead], net: DemoNet, batch: list[Row], count: int) -> float:
+def train_step(run: Run[AnyHead], net: DemoNet, batch: list[Row], count: int) -> float:
     """One optimiser step; returns the loss."""
     made = guess(net, run.net, batch, count, lost=LOST)
     return optimized(run, made.loss, batch)
 
 
-def export(head: DemoHead, folder: Path, path: Path) -> None:
+@torch.no_grad()
+def held_out(net: DemoNet, head: AnyHead, tokenizer: Tokenizer, count: int, guesses: int) -> list[float]:
+    """How often guesses, and those before them, are right behind any token of the model's own answers.
+
+    `count`: questions of each task, of the part that chooses between heads.
+    """
+    asked = [prompt_text(made) for kind in MAKERS for made in evaluation_set("validation", kind, count)]
+    prompts = [encoding.ids for encoding in tokenizer.encode_batch(asked, add_special_tokens=False)]
+    stop = int(tokenizer.token_to_id(TURN_END) or 0)
+    answers = [[*ids, stop] for ids in greedy(net, prompts, stop, limit=160)]
+    batch = [
+        Row(prompt + answer + [0] * guesses, [False] * len(prompt) + [True] * len(answer) + [False] * guesses)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    return guess(net, head, batch, guesses).rates
+
+
+def export(head: AnyHead, folder: Path, path: Path) -> None:
     """Write the head, whole or not at all. It is marked as that of the model in `folder`."""
-    prefix = head_names(head.config)
+    prefix = head_names(head)
     weights = {prefix + name: w.to(torch.bfloat16).contiguous() for name, w in head.state_dict().items()}
     new = path.with_suffix(".new")
-    save_file(weights, new, metadata={"format": "pt", TRAINED_FOR: head_mark(folder, Checkpoint(folder))})
+    mark = head_mark(folder, Checkpoint(folder))
+    save_file(weights, new, metadata={"format": "pt", HEAD_KIND: head.kind, TRAINED_FOR: mark})
     new.chmod(0o644)
     new.replace(path)
 
@@ -132,8 +156,10 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     net = load_net(args.model).requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    head = DemoHead(net.config)
+    head = HEADS[args.kind](net.config, args.guesses)
     head.start_from(net)
+    if args.begin_with is not None:
+        head.load_state_dict(load_head(args.begin_with, net.config).state_dict(), strict=False)
     run = Run(head, make_optimizers(head, args), Progress(), head.forward)
     set_rates(run, 1.0)
     resume(run, args.work_dir / "head.pt")
@@ -151,6 +177,13 @@ def main() -> None:
 
     train(run, stream(tokenizer, args, run.progress), args, args.work_dir / "head.pt", step, show)
     export(head, args.model, args.out or args.model / HEAD_FILE)
+    rates = held_out(
+        net, head, tokenizer, HELD_OUT, max(8, args.guesses) if args.kind == "eagle" else args.guesses
+    )
+    accepted = ", ".join(f"{rate:.3f}" for rate in rates)
+    print(
+        f"held-out questions: {1 + sum(rates):.2f} tokens a step; by place accepted: {accepted}", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -11,26 +11,38 @@ from sagellm.core.protocols.speculative import Asked
 from sagellm.core.types import Request, Tokens
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.head_files import HEAD_FILE, TRAINED_FOR, head_mark
+from sagellm.engines.native.head_files import HEAD_FILE, HEAD_KIND, TRAINED_FOR, HeadKind, head_mark
 from sagellm.engines.native.weights import as_stored, head_parameters
 from tests.engines.native.driver import Running
 
 
-def head_tensors(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+MEDUSA_BLOCKS = 6
+
+
+def head_tensors(folder: Path, seed: int = 0, kind: HeadKind = "eagle") -> dict[str, torch.Tensor]:
     """The tensors of a head for a model folder, by their names in a checkpoint."""
-    spec = as_stored(read_spec(read_config(folder)), Checkpoint(folder)).with_draft_layer()
+    spec = as_stored(read_spec(read_config(folder)), Checkpoint(folder))
     generator = torch.Generator().manual_seed(seed)
-    shapes = {piece.name: piece.stored_shape for own in head_parameters(spec) for piece in own.pieces}
+    if kind == "medusa":
+        size = spec.embed_dim
+        blocks = [f"medusa.{block}.linear" for block in range(MEDUSA_BLOCKS)]
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, size) for name in blocks}
+        shapes |= {f"{name}.bias": (size,) for name in blocks}
+    else:
+        planned = head_parameters(spec.with_draft_layer())
+        shapes = {piece.name: piece.stored_shape for own in planned for piece in own.pieces}
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 0.3) + (len(shape) == 1)
         for name, shape in shapes.items()
     }
 
 
-def save_head(folder: Path, seed: int = 0) -> Path:
-    """Write a head beside a model; returns the file."""
-    path = folder / HEAD_FILE
-    save_file(head_tensors(folder, seed), path, {TRAINED_FOR: head_mark(folder, Checkpoint(folder))})
+def save_head(folder: Path, seed: int = 0, kind: HeadKind = "eagle") -> Path:
+    """Write a head beside a model; returns the file. One of the kind eagle does not say so."""
+    path, metadata = folder / HEAD_FILE, {TRAINED_FOR: head_mark(folder, Checkpoint(folder))}
+    save_file(
+        head_tensors(folder, seed, kind), path, metadata | ({} if kind == "eagle" else {HEAD_KIND: kind})
+    )
     return path
 
 

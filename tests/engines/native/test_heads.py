@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 from safetensors.torch import load_file, save_file
 
-from demo_head import DemoHead, KeysValues, load_head
+from demo_head import AnyHead, DemoHead, load_head
 from demo_net import load_net
 from demo_text import Row
 from sagellm.accel.fusion.cpu import cpu_kernels
@@ -35,15 +35,17 @@ from sagellm.engines.build import build_backend, build_engine, load
 from sagellm.engines.build_speculation import build_speculation
 from sagellm.engines.native import DEMO_MODEL, head_drafter
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.head_files import HEAD_FILE, TRAINED_FOR, head_mark
+from sagellm.engines.native.head_draft import MOST_TOKENS
+from sagellm.engines.native.head_files import HEAD_FILE, HEAD_KIND, TRAINED_FOR, HeadKind, head_mark
 from sagellm.engines.native.headed_backend import HeadedBackend
 from tests.effort import examples
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
-from tests.engines.native.random_heads import add_mtp, asked, head_tensors, save_head
+from tests.engines.native.random_heads import MEDUSA_BLOCKS, add_mtp, asked, head_tensors, save_head
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers, resume, save_checkpoint
 from train_draft_head import export, train_step
 
+KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
 PARAMS = (GREEDY, SamplingParams(temperature=0.9, seed=4), SamplingParams(frequency_penalty=0.8, seed=5))
 
 
@@ -89,11 +91,7 @@ def test_training_guesses_in_a_row_what_the_head_proposes() -> None:
     tokens = [1, *range(300, 312), 1, 76, 13, 400]
     with torch.no_grad():
         before = torch.nn.functional.pad(net.hidden(torch.tensor([tokens])), (0, 0, 1, 0))[:, :-1]
-        earlier: list[KeysValues] = []
-        outputs: list[torch.Tensor] = []
-        for _ in range(4):
-            outputs.append(head(net, torch.tensor([tokens]), before, earlier))
-            before = torch.nn.functional.pad(outputs[-1], (0, 0, 1, 0))[:, :-1]
+        outputs = head.guesses(net, torch.tensor([tokens]), before, 4)
         for start in (1, 5, 11):
             hidden, guesses = net.hidden(torch.tensor([tokens]))[0], list[torch.Tensor]()
             for number, output in enumerate(outputs):
@@ -107,7 +105,7 @@ def test_training_learns_goes_on_and_writes_a_head(tmp_path: Path) -> None:
     net, batch = load_net(DEMO_MODEL).requires_grad_(False), [Row([*range(300, 324)], [True] * 24)]
     args = Namespace(rate=2e-3, matrix_rate=0.02)
 
-    def begun() -> Run[DemoHead]:
+    def begun() -> Run[AnyHead]:
         head = DemoHead(net.config)
         head.start_from(net)
         return Run(head, make_optimizers(head, args), Progress(), head.forward)
@@ -201,14 +199,13 @@ def test_decoded_and_computed_anew_rows_get_the_same_proposals(name: str, tmp_pa
     assert len(expected) == 5
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek3-yarn"])
-def test_outputs_are_those_without_a_head(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float64"), ("deepseek3-yarn", "float32")])
+def test_outputs_are_those_without_a_head(name: str, dtype: str, kind: HeadKind, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
-    plain = RecordingBackend(
-        tmp_path, num_blocks=64, max_num_seqs=4, block_size=4, threads=1, dtype="float32"
-    )
-    save_head(tmp_path)
-    backend = made(tmp_path)
+    plain = RecordingBackend(tmp_path, num_blocks=64, max_num_seqs=4, block_size=4, threads=1, dtype=dtype)
+    save_head(tmp_path, kind=kind)
+    backend = made(tmp_path, dtype=dtype)
 
     def outputs(used: RecordingBackend, *, proposes: bool) -> list[list[int]]:
         driver = Driver(used, (9, 3), propose=lambda s: proposals(backend, s, 6) if proposes else ())
@@ -225,16 +222,19 @@ def test_outputs_are_those_without_a_head(name: str, tmp_path: Path) -> None:
     assert outputs(backend, proposes=True) == expected
 
 
-def test_rows_without_a_fresh_hidden_state_get_no_proposal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("eagle", MOST_TOKENS), ("medusa", MEDUSA_BLOCKS)])
+def test_rows_without_a_fresh_hidden_state_get_no_proposal(kind: HeadKind, most: int, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    save_head(tmp_path)
+    save_head(tmp_path, kind=kind)
     backend = made(tmp_path)
-    driver = Driver(backend)
+    driver = Driver(backend, (9,))
     sequence = driver.add(list(range(5, 20)), 30)
     assert not proposals(backend, sequence, 4)  # it has not joined
     driver.step()
+    assert not proposals(backend, sequence, 4)  # a part of the prompt is computed
+    driver.step()
     assert len(proposals(backend, sequence, 4)) == 4
-    assert len(proposals(backend, sequence, 99)) == head_drafter.MOST_TOKENS
+    assert len(proposals(backend, sequence, 99)) == most
     sequence.tokens.append(7)  # not what the backend has drawn
     assert not proposals(backend, sequence, 4)
     sequence.tokens.pop()
@@ -269,6 +269,7 @@ class HeadedSteps(RuleBasedStateMachine):
     """Requests come, are preempted and are asked about in any order; a step may fail and be repeated."""
 
     folder: Path
+    """Of a model and its head, of any kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,9 +335,10 @@ class HeadedSteps(RuleBasedStateMachine):
             assert again.outputs == sequence.outputs
 
 
-def test_any_order_of_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_calls(kind: HeadKind, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    save_head(tmp_path)
+    save_head(tmp_path, kind=kind)
     HeadedSteps.folder = tmp_path
     run_state_machine_as_test(
         HeadedSteps, settings=settings(max_examples=examples(12), stateful_step_count=12, deadline=None)
@@ -375,6 +377,7 @@ def test_texts_with_the_demo_models_head_are_those_without() -> None:
         ("another model", "of another model"),
         ("no mark", "without a mark"),
         ("a shape", "eh_proj.weight: config.json implies shape"),
+        ("a kind", "of the kind 'hydra' .*; known are eagle, medusa, block"),
         ("a stranger", "all tensors of this head begin with model.layers.3\\."),
         ("no file", "there is no draft head"),
         ("no safetensors", "cut short or not a safetensors file"),
@@ -390,6 +393,8 @@ def test_a_file_that_is_no_head_of_the_model_is_refused(change: str, told: str, 
         save_file(tensors, path, mark)
     elif change == "no mark":
         save_file(tensors, path)
+    elif change == "a kind":
+        save_file(tensors, path, mark | {HEAD_KIND: "hydra"})
     elif change in ("a shape", "a stranger"):
         extra = (
             {name: tensors[name][:-1].clone()}
@@ -416,8 +421,9 @@ def test_auto_takes_what_the_model_has(tmp_path: Path) -> None:
 
     save_tiny(tmp_path, "llama")
     assert method() == "Suffix"
-    save_head(tmp_path)
-    assert method() == "Heads"
+    for kind in KINDS:
+        save_head(tmp_path, kind=kind)
+        assert method() == "Heads"
     (tmp_path / HEAD_FILE).unlink()
     save_tiny(tmp_path, "deepseek3-yarn")
     assert method() == "Suffix"

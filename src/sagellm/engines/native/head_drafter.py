@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sagellm.core.blocks import NO_PAGE, cdiv
@@ -21,15 +19,14 @@ from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.draft_head import DraftHead
+from sagellm.engines.native.head_draft import MOST_TOKENS, HeadDraft, HiddenRows, as_rows, draw_each
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps
 from sagellm.engines.native.rows import BatchRow, BatchRows
-from sagellm.engines.native.sampler import NO_TOKEN, Draw, RowSampler, sample
+from sagellm.engines.native.sampler import Draw
 
-MOST_TOKENS = 16
-"""Proposed for a row at most."""
 MOST_COMPUTED = MOST_TOKENS + 1
 """Tokens of a row that one pass of a head computes. The KV of more is written before."""
 KEEPING_WEIGHT = 0.1
@@ -38,19 +35,6 @@ MOST_HELD = 64
 
 So requests that are short, or not asked about, cost a copy of a hidden state for each token.
 """
-
-
-HiddenRows: TypeAlias = Any
-"""Hidden states by row: on a CPU numpy's, whose operators take a few us and not 20 to 80, else torch's."""
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_rows(matrix: torch.Tensor) -> HiddenRows:
-    """The rows of a matrix, to be copied.
-
-    On a CPU as whole numbers, since numpy has no bfloat16.
-    """
-    return matrix.view(_WHOLE[matrix.element_size()]).numpy() if matrix.is_cpu else matrix
 
 
 def blocks_per_row(block_size: int) -> int:
@@ -85,6 +69,11 @@ class Run(NamedTuple):
     table: array[int]
 
 
+def next_run(draft: HeadDraft) -> Run:
+    """The token that was drawn last."""
+    return Run(draft.token_ids[-1:], len(draft.own.tokens) - 1 + len(draft.token_ids), draft.table)
+
+
 class Computed(NamedTuple):
     """Logits behind each run's last token.
 
@@ -96,48 +85,6 @@ class Computed(NamedTuple):
     rows: Sequence[int]
     may_run_next: bool = False
     """Of recorded steps, whether they can go on without new inputs."""
-
-
-@dataclass(slots=True)
-class HeadDraft:
-    """A row in one call, and what was drawn for it."""
-
-    index: int
-    row: int
-    own: BatchRow
-    table: array[int]
-    most: int
-    token_ids: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    has_ended: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the greatest logit is drawn: its probability is the chance."""
-        return self.own.sampler.is_plain
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that may still be drawn."""
-        return self.most - len(self.token_ids)
-
-    def sampler(self) -> RowSampler:
-        return self.own.sampler.after(self.token_ids)
-
-    def take(self, token_id: int, chance: float, least: float) -> None:
-        """The head has drawn a token. A greedy proposal ends before a token with less than `least`."""
-        if token_id == NO_TOKEN or (self.is_plain and not chance >= least):  # it may be NaN
-            self.has_ended = True
-            return
-        self.token_ids.append(token_id)
-        self.chances.append(chance)
-        self.has_ended = not self.num_left
-
-    def next_run(self) -> Run:
-        return Run(self.token_ids[-1:], len(self.own.tokens) - 1 + len(self.token_ids), self.table)
-
-    def proposal(self) -> Proposal:
-        return Proposal(tuple(self.token_ids), acceptance=tuple(self.chances) if self.is_plain else ())
 
 
 class HeadDrafter:
@@ -337,7 +284,7 @@ class HeadDrafter:
         computed = self._first(drafts)
         going = drafts
         while True:
-            self._draw_each(going, computed.logits, min_probability)
+            draw_each(going, computed.logits, min_probability, self._draw)
             left = [i for i, draft in enumerate(going) if not draft.has_ended]
             if not left:
                 break
@@ -351,7 +298,7 @@ class HeadDrafter:
                 self._rows_given[: len(going)] = computed.hidden
                 computed = computed._replace(logits=steps.run_next([draft.token_ids[-1] for draft in going]))
             else:
-                runs = [draft.next_run() for draft in going]
+                runs = [next_run(draft) for draft in going]
                 ahead = max(draft.num_left for draft in going) - 1
                 computed = self._compute(runs, computed.hidden, sources, ahead)
         for draft in drafts:
@@ -365,13 +312,13 @@ class HeadDrafter:
             steps is not None
             and steps.can_run_greedily
             and steps.takes(len(drafts))
-            and all(draft.is_plain and draft.own.sampler.reasoning is None for draft in drafts)
+            and all(draft.takes_greatest for draft in drafts)
         )
 
     def _draw_rest(self, drafts: Sequence[HeadDraft], hidden: HiddenRows, least: float) -> None:
         """Draw what is left of each draft. `hidden`: the states behind the tokens before its last one."""
         assert self.steps is not None
-        runs = [draft.next_run() for draft in drafts]
+        runs = [next_run(draft) for draft in drafts]
         count = max(draft.num_left for draft in drafts)
         count = min(count, self._max_length - max(run.start for run in runs))
         self._rows_given[: len(drafts)] = hidden
@@ -388,18 +335,18 @@ class HeadDrafter:
         row = self._row_of.get(asked.request.request_id)
         if row is None:
             return None
-        held, own, length = self._held[row], self._rows.row(row), len(asked.tokens)
-        is_known = held.num_computed == length - 1 and len(own.tokens) == length
-        most = min(asked.num_tokens, MOST_TOKENS, self._max_length - length)
-        if not is_known or own.tokens[-1] != asked.tokens[-1] or most < 1:
+        held = self._held[row]
+        most = min(asked.num_tokens, MOST_TOKENS, self._max_length - len(asked.tokens))
+        draft = HeadDraft.of(index, row, asked, held.num_computed, self._rows, most)
+        if draft is None:
             return None
-        if not self._has_blocks(held, own):
+        if not self._has_blocks(held, draft.own):
             self._keep_last(row)
         per_row = blocks_per_row(self._kv.block_size)
         first = self._kv.first_draft_block + row * per_row
         computed = cdiv(held.num_computed, self._kv.block_size)
-        table = own.tables[self._group][:computed] + array("i", range(first, first + per_row))
-        return HeadDraft(index, row, own, table, most)
+        draft.table = draft.own.tables[self._group][:computed] + array("i", range(first, first + per_row))
+        return draft
 
     def _first(self, drafts: Sequence[HeadDraft]) -> Computed:
         """Compute all tokens whose hidden states are known."""
@@ -455,15 +402,6 @@ class HeadDrafter:
         plans = {kind: self._planner.plan((), spans, (), kind[1]) for kind in self._head.kinds}
         return StepInputs(token_ids, places, max(positions), [where], rows, plans, hidden=given)
 
-    def _draw_each(self, drafts: Sequence[HeadDraft], logits: torch.Tensor, least: float) -> None:
-        if logits.is_cpu and all(draft.is_plain and draft.own.sampler.reasoning is None for draft in drafts):
-            token_ids, chances = _greedy(logits.numpy())
-        else:
-            chances = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
-            token_ids = sample(logits, [draft.sampler() for draft in drafts], self._draw).token_ids
-        for draft, token_id, chance in zip(drafts, token_ids, chances, strict=True):
-            draft.take(token_id, chance, least)
-
     def check(self) -> None:
         """Raise `BookkeepingError` where what the head knows of its rows cannot be."""
         rows = {held.request_id: row for row, held in self._held.items()}
@@ -473,14 +411,3 @@ class HeadDrafter:
             known = len(self._rows.row(row).tokens)
             if not 1 <= held.count <= MOST_HELD + 1 or held.num_computed > known:
                 raise BookkeepingError(f"a draft head has {held} of a row with {known} tokens")
-
-
-def _greedy(logits: npt.NDArray[np.floating[Any]]) -> tuple[list[int], list[float]]:
-    """The token with the greatest of each row's logits, and its probability.
-
-    That is NaN if there is no greatest.
-    """
-    token_ids = logits.argmax(-1)
-    best = logits[np.arange(len(logits)), token_ids]
-    chances: list[float] = (1 / np.exp(logits - best[:, None]).sum(-1)).tolist()
-    return token_ids.tolist(), chances

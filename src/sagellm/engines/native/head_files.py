@@ -5,7 +5,10 @@ In a file beside the model, or in the checkpoint itself (MTP).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
 from sagellm.engines.native.architectures import read_config
@@ -13,12 +16,35 @@ from sagellm.engines.native.checkpoint import Checkpoint, read_header
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
-from sagellm.engines.native.weights import head_projection, head_root
+from sagellm.engines.native.weights import (
+    MEDUSA_ROOT,
+    Parameter,
+    head_parameters,
+    head_projection,
+    head_root,
+    medusa_parameters,
+)
 
 HEAD_FILE = "draft_head.safetensors"
 """In the folder of the model."""
 TRAINED_FOR = "sagellm.trained_for"
 """In the file's metadata: the mark of its model."""
+
+HEAD_KIND = "sagellm.head_kind"
+"""In the file's metadata: one of `HeadKind`; files without it are of the kind eagle."""
+HeadKind = Literal["eagle", "medusa", "block"]
+MASKS = "mask_embed"
+"""Of the kind block, the learned inputs of places further ahead."""
+
+
+def kind_of(path: Path, metadata: Mapping[str, str]) -> HeadKind:
+    """The kind of a head's file with this metadata. Raises `ModelError` for an unknown one."""
+    found, known = metadata.get(HEAD_KIND, "eagle"), get_args(HeadKind)
+    if found not in known:
+        raise ModelError(
+            f"{path} is a draft head of the kind {found!r} ({HEAD_KIND}); known are {', '.join(known)}"
+        )
+    return cast(HeadKind, found)
 
 
 def head_mark(folder: Path, checkpoint: Checkpoint) -> str:
@@ -26,16 +52,44 @@ def head_mark(folder: Path, checkpoint: Checkpoint) -> str:
     return model_fingerprint(folder, checkpoint, "as stored")
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedHead:
+    """A draft head whose tensors are among its checkpoint's.
+
+    `layout` describes the layers that have KV: those of the model, and that of the head if it is one.
+    """
+
+    kind: HeadKind
+    layout: ModelSpec
+    parameters: Sequence[Parameter]
+
+
 def has_draft_head(folder: Path, implementation: str) -> bool:
     """Whether a model's folder has a draft head that our code can run."""
     spec = described(read_config(folder), implementation)
     if not isinstance(spec, ModelSpec):
         return False
+    path = folder / HEAD_FILE
+    kind = kind_of(path, read_header(path)[1]) if path.exists() else None
     try:
-        layout = spec.with_draft_layer()
+        layout = head_layout(spec, kind or "eagle")
     except UnsupportedModelError:
         return False
-    return (folder / HEAD_FILE).exists() or _has_mtp(layout, Checkpoint(folder))
+    return kind is not None or _has_mtp(layout, Checkpoint(folder))
+
+
+def head_layout(spec: ModelSpec, kind: HeadKind) -> ModelSpec:
+    """The layers of the model and of its head that have KV.
+
+    Raises `UnsupportedModelError` for a model that takes no head of the kind.
+    """
+    if kind != "medusa":
+        return spec.with_draft_layer()
+    if spec.recurrent is not None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} takes no draft head: the states of recurrent layers do not go back"
+        )
+    return spec
 
 
 def _has_mtp(layout: ModelSpec, checkpoint: Checkpoint) -> bool:
@@ -43,21 +97,24 @@ def _has_mtp(layout: ModelSpec, checkpoint: Checkpoint) -> bool:
     return head_projection(layout) in checkpoint
 
 
-def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> None:
-    """Add the tensors of a head to those of its model. `spec` is that with a draft layer.
+def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> PlannedHead:
+    """Add the tensors of a head to those of its model, of shape `spec`.
 
     `source` is a file, or a folder with a `HEAD_FILE`; the model's own folder needs none if the checkpoint
     has a head. Raises `ModelError` where there is none, and for a head of another model.
     """
     path = source / HEAD_FILE if source.is_dir() else source
     if not path.exists():
-        if source == checkpoint.folder and _has_mtp(spec, checkpoint):
-            return
+        layout = head_layout(spec, "eagle")
+        if source == checkpoint.folder and _has_mtp(layout, checkpoint):
+            return PlannedHead("eagle", layout, head_parameters(layout))
         raise ModelError(
             f"there is no draft head: neither {path} nor an MTP layer in the checkpoint; "
             "tools/train_draft_head.py trains one, and speculative.method suffix needs none"
         )
     entries, metadata = read_header(path)
+    kind = kind_of(path, metadata)
+    layout = head_layout(spec, kind)
     mark = metadata.get(TRAINED_FOR)
     if mark != head_mark(checkpoint.folder, checkpoint):
         whose = "of another model" if mark else f"without a mark of its model ({TRAINED_FOR})"
@@ -65,7 +122,13 @@ def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> None:
             f"{path} is a draft head {whose}; this one, {checkpoint.folder}, needs one that was trained for "
             "it (tools/train_draft_head.py)"
         )
-    strangers = [entry.name for entry in entries if not entry.name.startswith(head_root(spec))]
+    root = MEDUSA_ROOT if kind == "medusa" else head_root(layout)
+    strangers = [entry.name for entry in entries if not entry.name.startswith(root)]
     if strangers:
-        raise ModelError(f"{path} has {strangers[0]}; all tensors of this head begin with {head_root(spec)}")
+        raise ModelError(
+            f"{path} has {strangers[0]}; all tensors of this head begin with {root} (kind {kind})"
+        )
     checkpoint.entries.update((entry.name, entry) for entry in entries)
+    if kind == "medusa":
+        return PlannedHead(kind, layout, medusa_parameters(checkpoint, spec.embed_dim))
+    return PlannedHead(kind, layout, head_parameters(layout))

@@ -29,7 +29,7 @@ from sagellm.core.protocols.fusion import (
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.head_files import add_head
+from sagellm.engines.native.head_files import PlannedHead, add_head
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.implementations import check_config, described
 from sagellm.engines.native.matrices import (
@@ -52,7 +52,6 @@ from sagellm.engines.native.weights import (
     WeightPiece,
     as_stored,
     check,
-    head_parameters,
     is_quantized,
     num_parameters,
     parameters,
@@ -92,7 +91,7 @@ class CheckedModel:
     """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet.
 
     With `split`, `spec` and `plan` are those of one rank; `num_weights` are the parameters of all. With a
-    draft head `plan` has its parameters too, and `layout`, the layers that have KV, its layer.
+    draft `head` `plan` has its parameters too.
     """
 
     folder: Path
@@ -103,8 +102,8 @@ class CheckedModel:
     plan: Sequence[Parameter]
     num_weights: int
     checkpoint: Checkpoint
-    layout: ModelSpec | BridgedSpec
     split: Split | None = None
+    head: PlannedHead | None = None
 
     @classmethod
     def of(
@@ -127,22 +126,26 @@ class CheckedModel:
             if head is not None:
                 raise UnsupportedModelError("a draft head needs a native model; transformers runs this one")
             num_weights = num_parameters(spec.plan)
-            return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint, spec)
-        layout = spec = as_stored(spec, checkpoint)
+            return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint)
+        spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
-        if head is not None:
-            layout = spec.with_draft_layer()
-            add_head(checkpoint, layout, head)
-            plan += head_parameters(layout)
-            spec = replace(spec, norms_in_head=spec.draft_head.before_norm)
+        found = None if head is None else add_head(checkpoint, spec, head)
+        if found is not None:
+            plan += found.parameters
+            if found.kind != "medusa":
+                spec = replace(spec, norms_in_head=spec.draft_head.before_norm)
         check(plan, checkpoint, quantization.stored)
         num_weights = num_parameters(plan)
         if split is not None:
             split.check(spec)
             check_stored(quantization, split)
             plan, spec = split.parameters(plan, spec), split.spec(spec)
-            layout = spec
-        return cls(folder, spec, quantization, where, length, plan, num_weights, checkpoint, layout, split)
+        return cls(folder, spec, quantization, where, length, plan, num_weights, checkpoint, split, found)
+
+    @property
+    def layout(self) -> ModelSpec | BridgedSpec:
+        """The layers that have KV: those of the model, and that of a draft head."""
+        return self.spec if self.head is None else self.head.layout
 
     @property
     def label(self) -> str:

@@ -140,6 +140,27 @@ def head_parameters(spec: ModelSpec) -> list[Parameter]:
     return [Parameter(name, found, is_multiplied=len(found[0].shape) == 2) for name, found in named]
 
 
+MEDUSA_ROOT = "medusa."
+
+
+def medusa_parameters(checkpoint: Checkpoint, size: int) -> list[Parameter]:
+    """The blocks of a Medusa head that a checkpoint has, for hidden states of `size`.
+
+    In it block k, from 0, is `medusa.k.linear`; the parameters `medusa.weight` and `medusa.bias` have one
+    below another.
+    """
+    count = sum(name.startswith(MEDUSA_ROOT) and name.endswith(".weight") for name in checkpoint.entries)
+    shapes: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
+    return [
+        Parameter(
+            MEDUSA_ROOT + ending,
+            tuple(WeightPiece(f"{MEDUSA_ROOT}{block}.linear.{ending}", shape) for block in range(count or 1)),
+            is_multiplied=ending == "weight",
+        )
+        for ending, shape in shapes.items()
+    ]
+
+
 def head_root(spec: ModelSpec) -> str:
     """With what the names of a head's tensors begin."""
     return spec.draft_head.root or _layer_root(spec, spec.num_layers - 1)

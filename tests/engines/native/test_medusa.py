@@ -1,0 +1,202 @@
+"""Medusa: what its blocks propose beside plain torch, which models take it, which files are refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from demo_head import DemoMedusa, load_head
+from demo_net import load_net
+from demo_text import Row
+from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.core.errors import MissingWeightsError, ModelError, WeightShapeError
+from sagellm.core.types import SamplingParams
+from sagellm.engines.build import load
+from sagellm.engines.native import DEMO_MODEL
+from sagellm.engines.native.checkpoint import Checkpoint, read_header
+from sagellm.engines.native.head_files import HEAD_KIND, TRAINED_FOR, has_draft_head, head_mark
+from tests.engines.native.driver import Driver, RecordingBackend
+from tests.engines.native.random_heads import head_tensors, save_head
+from tests.engines.native.test_heads import PARAMS, asked, made, proposals
+from tests.tiny_models import save_tiny
+from train_demo_model import Progress, Run, make_optimizers
+from train_draft_head import export, held_out, train_step
+
+
+def demo_medusa(path: Path, count: int = 4, scale: float = 0.2) -> Path:
+    """Write random blocks for the demo model."""
+    head = DemoMedusa(load_net(DEMO_MODEL).config, count)
+    generator = torch.Generator().manual_seed(0)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=scale, generator=generator)
+    export(head, DEMO_MODEL, path)
+    return path
+
+
+@torch.no_grad()
+def twin(tokens: list[int], count: int, path: Path) -> list[int]:
+    """What the blocks of a file propose behind `tokens`, in plain torch."""
+    net, stored = load_net(DEMO_MODEL), load_file(path)
+    last = net.hidden(torch.tensor([tokens[:-1]]))[0, -1]
+    found = []
+    for block in range(count):
+        weight, bias = (stored[f"medusa.{block}.linear.{ending}"].float() for ending in ("weight", "bias"))
+        found.append(int(net.logits(last + torch.nn.functional.silu(weight @ last + bias)).argmax()))
+    return found
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels", "recorded"])
+def test_blocks_propose_what_their_plain_twin_does(way: str, tmp_path: Path) -> None:
+    path = demo_medusa(tmp_path / "medusa.safetensors")
+    options: dict[str, Any] = {} if way == "torch" else {"kernels": cpu_kernels}
+    if way == "recorded":
+        options["capture"] = lambda _: None
+    backend = made(DEMO_MODEL, path, **options)
+    driver = Driver(backend, (11,), propose=lambda s: proposals(backend, s, 3))
+    sequences = [driver.add([1, *range(300, 330 + i), 1, 76], 24, name=f"r{i}") for i in range(2)]
+    for _ in range(9):
+        driver.step()
+        backend.drafter.check()
+        for sequence in sequences:
+            if sequence.outputs and not sequence.done:
+                most = sequence.max_new - len(sequence.outputs) - 1
+                assert proposals(backend, sequence, 4) == twin(list(sequence.tokens), 4, path)[:most]
+
+
+def test_training_puts_guesses_at_the_places_that_they_are_of(tmp_path: Path) -> None:
+    path, net = demo_medusa(tmp_path / "medusa.safetensors"), load_net(DEMO_MODEL)
+    head, tokens = load_head(path, net.config), [1, *range(300, 312), 1, 76, 13, 400]
+    with torch.no_grad():
+        before = torch.nn.functional.pad(net.hidden(torch.tensor([tokens])), (0, 0, 1, 0))[:, :-1]
+        guesses = head.guesses(net, torch.tensor([tokens]), before, 4)
+        for start in (1, 5, 11):
+            found = [int(net.logits(guess[0, start + n]).argmax()) for n, guess in enumerate(guesses)]
+            assert found == twin(tokens[: start + 1], 4, path)
+
+
+def test_training_learns_and_says_what_is_accepted(tmp_path: Path) -> None:
+    net, batch = load_net(DEMO_MODEL).requires_grad_(False), [Row([*range(300, 324)], [True] * 24)]
+    head = DemoMedusa(net.config, 3)
+    head.start_from(net)
+    run = Run(head, make_optimizers(head, Namespace(rate=2e-3, matrix_rate=0.02)), Progress(), head.guesses)
+    losses = [train_step(run, net, batch, 3) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    rates = held_out(net, head, Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 1, 3)
+    assert len(rates) == 3
+    assert 1 >= rates[0] >= rates[1] >= rates[2] >= 0
+
+
+def test_texts_are_those_without(tmp_path: Path) -> None:
+    """In small chunks and a small pool, with prefix hits and preemption."""
+    path = demo_medusa(tmp_path / "medusa.safetensors", scale=0.0)  # what the model draws once more
+    prompts = ["What is 12 + 30?", "Repeat: fox, owl, bear", "What is 12 + 31?", "What is 77 + 22?"] * 2
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=20, n=2),
+    ]
+
+    def texts(speculative: dict[str, Any]) -> tuple[list[Any], int]:
+        keys = {"scheduler.max_num_seqs": 5, "scheduler.max_batched_tokens": 24, "kv.num_blocks": 24}
+        with load(None, keys | {"speculative.adaptive": False} | speculative) as llm:
+            chats = [[{"role": "user", "content": text}] for text in prompts]
+            done = [completion for each in params for completion in llm.generate(chats, each)]
+            num_accepted = sum(llm.diagnostics().speculation.accepted)
+            return [choice.token_ids for each in done for choice in each.choices], num_accepted
+
+    expected, _ = texts({})
+    options = {"model": str(path), "min_probability": 0.0}
+    found, num_accepted = texts({"speculative.method": "heads", "speculative.method_options": options})
+    assert found == expected
+    assert num_accepted > 0
+
+
+def test_sampled_rows_draw_with_the_models_number(tmp_path: Path) -> None:
+    """What a row gets depends on its seed, penalties and the tokens before, not on the batch."""
+    save_tiny(tmp_path, "llama")
+    save_head(tmp_path, kind="medusa")
+    params = [*PARAMS, SamplingParams(temperature=5.0, seed=1), SamplingParams(temperature=5.0, seed=2)]
+
+    def behind(chosen: list[SamplingParams]) -> list[list[int]]:
+        backend = made(tmp_path, max_num_seqs=8)
+        driver = Driver(backend)
+        rows = [driver.add([5, 6, 7, 8], 20, each, name=f"r{i}") for i, each in enumerate(chosen)]
+        driver.step()
+        for sequence in rows:
+            assert sequence.outputs
+        found = backend.drafter.draft([asked(sequence, 6) for sequence in rows], 0.0)
+        return [[*sequence.outputs, *each.token_ids] for sequence, each in zip(rows, found, strict=True)]
+
+    together = behind(params)
+    assert together == [behind([each])[0] for each in params]
+    assert together[3] != together[4]
+    assert [len(found) for found in together] == [7] * 5
+
+
+@pytest.mark.parametrize("name", ["gemma4", "opt-post-norm-projected", "mistral-window"])
+def test_models_that_take_no_layer_take_medusa(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    plain = RecordingBackend(
+        tmp_path, num_blocks=64, max_num_seqs=4, block_size=4, threads=1, dtype="float64"
+    )
+    save_head(tmp_path, kind="medusa")
+    assert has_draft_head(tmp_path, "auto")
+    backend = made(tmp_path, dtype="float64")
+    driver = Driver(backend, propose=lambda s: proposals(backend, s, 5))
+    alone = Driver(plain)
+    sequences = [each.add(list(range(5, 15)), 20) for each in (driver, alone)]
+    driver.run()
+    alone.run()
+    assert sequences[0].outputs == sequences[1].outputs
+    schemas = [replace(each.get_kv_schema(), model_fingerprint="") for each in (backend, plain)]
+    assert schemas[0] == schemas[1]  # Medusa has no KV
+
+
+def test_recurrent_models_take_none(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3-next")
+    save_head(tmp_path, kind="medusa")
+    assert not has_draft_head(tmp_path, "auto")
+    with pytest.raises(
+        ModelError, match="takes no draft head: the states of recurrent layers do not go back"
+    ):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("a shape", r"medusa\.1\.linear\.weight: config.json implies shape \[96, 96\]"),
+        ("a gap", r"lacks medusa\.1\.linear\.weight"),
+        ("no block", r"lacks medusa\.0\.linear\.weight"),
+        ("a stranger", r"all tensors of this head begin with medusa\."),
+        ("another model", "of another model"),
+    ],
+)
+def test_a_file_that_is_no_medusa_of_the_model_is_refused(change: str, told: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    path, tensors = save_head(tmp_path, kind="medusa"), head_tensors(tmp_path, kind="medusa")
+    name, mark = "medusa.1.linear.weight", head_mark(tmp_path, Checkpoint(tmp_path))
+    if change == "a shape":
+        tensors[name] = tensors[name][:-1].clone()
+    elif change == "a gap":
+        del tensors[name]
+    elif change == "no block":
+        tensors.clear()
+    elif change == "a stranger":
+        tensors["model.norm.weight"] = tensors[name].clone()
+    else:
+        mark = "0" * 32
+    save_file(tensors, path, {TRAINED_FOR: mark, HEAD_KIND: "medusa"})
+    with pytest.raises((ModelError, WeightShapeError, MissingWeightsError), match=told):
+        made(tmp_path)
+
+
+def test_the_file_says_its_kind(tmp_path: Path) -> None:
+    _, metadata = read_header(demo_medusa(tmp_path / "medusa.safetensors"))
+    assert metadata[HEAD_KIND] == "medusa"
