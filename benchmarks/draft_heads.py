@@ -1,12 +1,13 @@
 """Measures the demo model with its draft head beside plain decoding.
 
     python benchmarks/draft_heads.py [--count N] [--rounds N] [--batch N ...] [--methods NAME ...]
+        [--heads FILE ...]
 
 Engines with each method answer the same questions in turns, greedily; all must give the same tokens.
-Training never saw these questions. Of each group of them the time without a proposer is divided by that with
-one: the median, over all groups and rounds, of elapsed time and of CPU time (on a machine with other work
-the second means more). Both have the prompts in them, and answers are short. Of decoding alone: the median of
-steps without prompts, and with it the time of a token.
+`--heads` are other heads of the model, of any kind. Training never saw these questions. Of each group of them
+the time without a proposer is divided by that with one: the median, over all groups and rounds, of elapsed
+time and of CPU time (on a machine with other work the second means more). Both have the prompts in them, and
+answers are short. Of decoding alone: the median of steps without prompts, and with it the time of a token.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "suffix": {"speculative.method": "suffix"},
 }
 WARM_UPS = 2
+
+
+def of_head(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Methods with the head of a file: all that it proposes is verified, or what pays."""
+    own = {"speculative.method": "heads", "speculative.method_options": {"model": str(path)}}
+    fixed = {f"{path.stem}, {num} at once": own | FIXED | {"speculative.num_tokens": num} for num in (4, 8)}
+    return {**fixed, f"{path.stem}, adaptive": own}
 
 
 def questions(count: int) -> list[Sequence[Message]]:
@@ -79,8 +87,10 @@ class Arm:
         return tokens
 
 
-def measure(asked: Sequence[Sequence[Message]], methods: Sequence[str], rounds: int, batch: int) -> None:
-    arms = {name: Arm(METHODS[name]) for name in methods}
+def measure(
+    asked: Sequence[Sequence[Message]], methods: Mapping[str, Mapping[str, Any]], rounds: int, batch: int
+) -> None:
+    arms = {name: Arm(settings) for name, settings in methods.items()}
     groups = [asked[first : first + batch] for first in range(0, len(asked), batch)]
     for number in range(WARM_UPS + rounds):
         for group in groups if number >= WARM_UPS else groups[: len(groups) // 4 + 1]:
@@ -114,9 +124,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--heads", nargs="*", type=Path, default=[])
     args = parser.parse_args()
+    methods = {name: METHODS[name] for name in args.methods}
+    for path in args.heads:
+        methods |= of_head(path)
     for batch in args.batch:
-        measure(questions(args.count), args.methods, args.rounds, batch)
+        measure(questions(args.count), methods, args.rounds, batch)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from demo_net import DemoNet, Layer, NetConfig, Norm
 from sagellm.engines.native.checkpoint import read_header
-from sagellm.engines.native.head_files import MASKS, HeadKind, kind_of
+from sagellm.engines.native.head_files import HeadKind, kind_of
+from sagellm.engines.native.weights import MASKS
 
 KeysValues = tuple[Tensor, Tensor]
 AnyHead: TypeAlias = "DemoHead | DemoMedusa"

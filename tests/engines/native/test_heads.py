@@ -40,12 +40,20 @@ from sagellm.engines.native.head_files import HEAD_FILE, HEAD_KIND, TRAINED_FOR,
 from sagellm.engines.native.headed_backend import HeadedBackend
 from tests.effort import examples
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
-from tests.engines.native.random_heads import MEDUSA_BLOCKS, add_mtp, asked, head_tensors, save_head
+from tests.engines.native.random_heads import (
+    BLOCK_PLACES,
+    MEDUSA_BLOCKS,
+    add_mtp,
+    asked,
+    head_tensors,
+    save_demo_head,
+    save_head,
+)
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers, resume, save_checkpoint
 from train_draft_head import export, train_step
 
-KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
+KINDS: tuple[HeadKind, ...] = ("eagle", "medusa", "block")
 PARAMS = (GREEDY, SamplingParams(temperature=0.9, seed=4), SamplingParams(frequency_penalty=0.8, seed=5))
 
 
@@ -175,14 +183,22 @@ def test_the_demo_models_head_proposes_what_its_plain_twin_does(way: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3-moe", "gemma2", "olmo2", "glm4", "deepseek3-yarn", "deepseek3-moe-groups"]
+    ("name", "kind"),
+    [
+        *[(name, "eagle") for name in ("llama", "qwen3-moe", "gemma2", "olmo2", "glm4")],
+        *[(name, "eagle") for name in ("deepseek3-yarn", "deepseek3-moe-groups")],
+        *[(name, "block") for name in ("llama", "qwen3-moe", "olmo2", "deepseek3-yarn")],
+        ("llama", "medusa"),
+    ],
 )
-def test_decoded_and_computed_anew_rows_get_the_same_proposals(name: str, tmp_path: Path) -> None:
+def test_decoded_and_computed_anew_rows_get_the_same_proposals(
+    name: str, kind: HeadKind, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, name)
-    if name.startswith("deepseek"):
+    if name.startswith("deepseek") and kind == "eagle":
         add_mtp(tmp_path)
     else:
-        save_head(tmp_path)
+        save_head(tmp_path, kind=kind)
     backend = made(tmp_path, kernels=cpu_kernels if name == "llama" else None)
     chosen = random.Random(1)
     driver = Driver(backend, (7,), propose=lambda s: proposals(backend, s, 3)[: chosen.randrange(4)])
@@ -197,6 +213,28 @@ def test_decoded_and_computed_anew_rows_get_the_same_proposals(name: str, tmp_pa
     assert new.tokens == tokens
     assert proposals(backend, new, 5) == expected
     assert len(expected) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_batch_get_what_they_get_alone(kind: HeadKind, tmp_path: Path) -> None:
+    """Greedy, sampled and penalized, with different lengths."""
+    save_tiny(tmp_path, "llama")
+    save_head(tmp_path, kind=kind)
+    params = [*PARAMS, SamplingParams(temperature=5.0, seed=1), SamplingParams(temperature=5.0, seed=2)]
+
+    def behind(chosen: Sequence[SamplingParams]) -> list[list[int]]:
+        backend = made(tmp_path, max_num_seqs=8)
+        driver = Driver(backend)
+        rows = [driver.add([5, 6, 7, 8], 20, each, name=f"r{i}") for i, each in enumerate(chosen)]
+        driver.step()
+        wanted = [asked(sequence, 6 - int(sequence.name[1:]) % 2) for sequence in rows]
+        found = backend.drafter.draft(wanted, 0.0)
+        return [[*sequence.outputs, *each.token_ids] for sequence, each in zip(rows, found, strict=True)]
+
+    together, alone = behind(params), [behind([each])[0] for each in params]
+    assert [len(found) for found in together] == [7, 6, 7, 6, 7]
+    assert all(found == own[: len(found)] for found, own in zip(together, alone, strict=True))
+    assert together[3] != together[4][:6]  # drawn with their seeds
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,7 +260,9 @@ def test_outputs_are_those_without_a_head(name: str, dtype: str, kind: HeadKind,
     assert outputs(backend, proposes=True) == expected
 
 
-@pytest.mark.parametrize(("kind", "most"), [("eagle", MOST_TOKENS), ("medusa", MEDUSA_BLOCKS)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("eagle", MOST_TOKENS), ("medusa", MEDUSA_BLOCKS), ("block", BLOCK_PLACES)]
+)
 def test_rows_without_a_fresh_hidden_state_get_no_proposal(kind: HeadKind, most: int, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     save_head(tmp_path, kind=kind)
@@ -348,27 +388,40 @@ def test_any_order_of_calls(kind: HeadKind, tmp_path: Path) -> None:
 # -- in an engine
 
 
-def test_texts_with_the_demo_models_head_are_those_without() -> None:
+@pytest.mark.parametrize(("kind", "least"), [("eagle", 0.3), ("block", 0.1), ("medusa", 0.0)])
+def test_texts_with_a_head_of_the_demo_model_are_those_without(
+    kind: HeadKind, least: float, tmp_path: Path
+) -> None:
     """In small chunks and a small pool, with prefix hits and preemption."""
-    prompts = ["What is 12 + 30?", "Repeat: fox, owl, bear", "What is 12 + 31?", "Sort: 5, 2, 9, 1", "x"] * 2
+    scale = 0.0 if kind == "medusa" else 0.2  # such blocks propose what the model has drawn, once more
+    path = save_demo_head(tmp_path / "head.safetensors", kind, scale=scale)
+    prompts = [
+        "What is 12 + 30?",
+        "Repeat: fox, owl, bear",
+        "What is 12 + 31?",
+        "Sort: 5, 2, 9, 1",
+        "What is 77 + 22?",
+    ] * 2
     params = [
         SamplingParams(temperature=0.0, max_tokens=40),
         SamplingParams(temperature=0.9, seed=3, max_tokens=30, n=2),
     ]
 
-    def texts(method: str, **more: Any) -> tuple[list[list[int]], int]:
+    def texts(speculative: dict[str, Any]) -> tuple[list[list[int]], int]:
         keys = {"scheduler.max_num_seqs": 5, "scheduler.max_batched_tokens": 24, "kv.num_blocks": 24}
-        with load(None, keys | {"speculative.method": method, "speculative.adaptive": False} | more) as llm:
+        with load(None, keys | {"speculative.adaptive": False} | speculative) as llm:
             chats = [[{"role": "user", "content": text}] for text in prompts]
             done = [one for each in params for one in llm.generate(chats, each)]
             counts = llm.diagnostics().speculation
             return [choice.token_ids for one in done for choice in one.choices], sum(counts.accepted)
 
-    expected, _ = texts("none")
-    found, num_accepted = texts("heads")
+    expected, _ = texts({})
+    options = {"model": str(path), "min_probability": 0.0}
+    found, num_accepted = texts({"speculative.method": "heads", "speculative.method_options": options})
     assert found == expected
-    assert num_accepted > 0.3 * sum(map(len, expected))
-    assert texts("auto", **{"speculative.adaptive": True})[0] == expected
+    assert num_accepted > least * sum(map(len, expected))
+    if kind == "eagle":
+        assert texts({"speculative.method": "auto", "speculative.adaptive": True})[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -17,27 +17,15 @@ from demo_net import load_net
 from demo_text import Row
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.errors import MissingWeightsError, ModelError, WeightShapeError
-from sagellm.core.types import SamplingParams
-from sagellm.engines.build import load
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.checkpoint import Checkpoint, read_header
 from sagellm.engines.native.head_files import HEAD_KIND, TRAINED_FOR, has_draft_head, head_mark
 from tests.engines.native.driver import Driver, RecordingBackend
-from tests.engines.native.random_heads import head_tensors, save_head
-from tests.engines.native.test_heads import PARAMS, asked, made, proposals
+from tests.engines.native.random_heads import head_tensors, save_demo_head, save_head
+from tests.engines.native.test_heads import made, proposals
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers
-from train_draft_head import export, held_out, train_step
-
-
-def demo_medusa(path: Path, count: int = 4, scale: float = 0.2) -> Path:
-    """Write random blocks for the demo model."""
-    head = DemoMedusa(load_net(DEMO_MODEL).config, count)
-    generator = torch.Generator().manual_seed(0)
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, std=scale, generator=generator)
-    export(head, DEMO_MODEL, path)
-    return path
+from train_draft_head import held_out, train_step
 
 
 @torch.no_grad()
@@ -54,7 +42,7 @@ def twin(tokens: list[int], count: int, path: Path) -> list[int]:
 
 @pytest.mark.parametrize("way", ["torch", "kernels", "recorded"])
 def test_blocks_propose_what_their_plain_twin_does(way: str, tmp_path: Path) -> None:
-    path = demo_medusa(tmp_path / "medusa.safetensors")
+    path = save_demo_head(tmp_path / "head.safetensors", "medusa")
     options: dict[str, Any] = {} if way == "torch" else {"kernels": cpu_kernels}
     if way == "recorded":
         options["capture"] = lambda _: None
@@ -71,7 +59,7 @@ def test_blocks_propose_what_their_plain_twin_does(way: str, tmp_path: Path) -> 
 
 
 def test_training_puts_guesses_at_the_places_that_they_are_of(tmp_path: Path) -> None:
-    path, net = demo_medusa(tmp_path / "medusa.safetensors"), load_net(DEMO_MODEL)
+    path, net = save_demo_head(tmp_path / "head.safetensors", "medusa"), load_net(DEMO_MODEL)
     head, tokens = load_head(path, net.config), [1, *range(300, 312), 1, 76, 13, 400]
     with torch.no_grad():
         before = torch.nn.functional.pad(net.hidden(torch.tensor([tokens])), (0, 0, 1, 0))[:, :-1]
@@ -91,52 +79,6 @@ def test_training_learns_and_says_what_is_accepted(tmp_path: Path) -> None:
     rates = held_out(net, head, Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 1, 3)
     assert len(rates) == 3
     assert 1 >= rates[0] >= rates[1] >= rates[2] >= 0
-
-
-def test_texts_are_those_without(tmp_path: Path) -> None:
-    """In small chunks and a small pool, with prefix hits and preemption."""
-    path = demo_medusa(tmp_path / "medusa.safetensors", scale=0.0)  # what the model draws once more
-    prompts = ["What is 12 + 30?", "Repeat: fox, owl, bear", "What is 12 + 31?", "What is 77 + 22?"] * 2
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=30),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=20, n=2),
-    ]
-
-    def texts(speculative: dict[str, Any]) -> tuple[list[Any], int]:
-        keys = {"scheduler.max_num_seqs": 5, "scheduler.max_batched_tokens": 24, "kv.num_blocks": 24}
-        with load(None, keys | {"speculative.adaptive": False} | speculative) as llm:
-            chats = [[{"role": "user", "content": text}] for text in prompts]
-            done = [completion for each in params for completion in llm.generate(chats, each)]
-            num_accepted = sum(llm.diagnostics().speculation.accepted)
-            return [choice.token_ids for each in done for choice in each.choices], num_accepted
-
-    expected, _ = texts({})
-    options = {"model": str(path), "min_probability": 0.0}
-    found, num_accepted = texts({"speculative.method": "heads", "speculative.method_options": options})
-    assert found == expected
-    assert num_accepted > 0
-
-
-def test_sampled_rows_draw_with_the_models_number(tmp_path: Path) -> None:
-    """What a row gets depends on its seed, penalties and the tokens before, not on the batch."""
-    save_tiny(tmp_path, "llama")
-    save_head(tmp_path, kind="medusa")
-    params = [*PARAMS, SamplingParams(temperature=5.0, seed=1), SamplingParams(temperature=5.0, seed=2)]
-
-    def behind(chosen: list[SamplingParams]) -> list[list[int]]:
-        backend = made(tmp_path, max_num_seqs=8)
-        driver = Driver(backend)
-        rows = [driver.add([5, 6, 7, 8], 20, each, name=f"r{i}") for i, each in enumerate(chosen)]
-        driver.step()
-        for sequence in rows:
-            assert sequence.outputs
-        found = backend.drafter.draft([asked(sequence, 6) for sequence in rows], 0.0)
-        return [[*sequence.outputs, *each.token_ids] for sequence, each in zip(rows, found, strict=True)]
-
-    together = behind(params)
-    assert together == [behind([each])[0] for each in params]
-    assert together[3] != together[4]
-    assert [len(found) for found in together] == [7] * 5
 
 
 @pytest.mark.parametrize("name", ["gemma4", "opt-post-norm-projected", "mistral-window"])
@@ -198,5 +140,5 @@ def test_a_file_that_is_no_medusa_of_the_model_is_refused(change: str, told: str
 
 
 def test_the_file_says_its_kind(tmp_path: Path) -> None:
-    _, metadata = read_header(demo_medusa(tmp_path / "medusa.safetensors"))
+    _, metadata = read_header(save_demo_head(tmp_path / "head.safetensors", "medusa"))
     assert metadata[HEAD_KIND] == "medusa"

@@ -1,7 +1,8 @@
 """`Heads`: the served model's own draft head proposes, from the model's hidden states.
 
-A head is a layer behind the model's last, trained for it (EAGLE, Li et al. 2024; multi-token prediction of
-DeepSeek-V3). Hidden states stay in the backend, which runs the head (`TokenDrafter`).
+A head is trained for the model: a layer behind its last (EAGLE, Li et al. 2024; multi-token prediction of
+DeepSeek-V3; a block at once after DFlash), or blocks on its last hidden state (Medusa). Hidden states stay in
+the backend, which runs the head (`TokenDrafter`).
 """
 
 from __future__ import annotations

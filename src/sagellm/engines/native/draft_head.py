@@ -3,7 +3,9 @@
 For position q it reads token q and the model's last hidden state of position q - 1, and imitates the model's
 logits of position q, through the model's own embedding and head. For positions further ahead it reads its own
 last hidden state in place of the model's. This is multi-token prediction of DeepSeek-V3 (arXiv:2412.19437),
-and what EAGLE proposes (Li et al. 2024, arXiv:2401.15077). Its KV is that of one more layer in the model's
+and what EAGLE proposes (Li et al. 2024, arXiv:2401.15077). A block drafter (after DFlash, arXiv:2602.06036)
+is the same layer and computes all positions ahead in one pass: there it reads the last token and hidden state
+that it knows, and a learned mask for each position. Its KV is that of one more layer in the model's
 blocks, at the slots of its tokens. So it depends on tokens up to its own alone, and is reused, copied and
 moved with them.
 """
@@ -23,6 +25,7 @@ from sagellm.engines.native.layer_parts import NormWeights
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.model import Attention, Batch, DecoderModel, StepInputs
 from sagellm.engines.native.model_spec import ModelSpec
+from sagellm.engines.native.weights import MASKS
 
 Value = TypeVar("Value")
 
@@ -51,6 +54,8 @@ class DraftHead(DecoderModel):
             NormWeights.of(own, name, spec.norm_offset) for name in ("token_norm", "hidden_norm")
         )
         self._from_token, self._from_hidden = matrices["from_token"], matrices["from_hidden"]
+        self.masks = weights.tensors.get(MASKS)
+        """Of a block drafter, what is added to hidden states for places further ahead [places, hidden]."""
         if self._from_token.shape != (spec.hidden_size, spec.hidden_size):
             raise UnsupportedModelError(
                 f"a draft head with a quantized {spec.draft_head.projection} is not supported"

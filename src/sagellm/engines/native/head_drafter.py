@@ -19,7 +19,7 @@ from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.draft_head import DraftHead
-from sagellm.engines.native.head_draft import MOST_TOKENS, HeadDraft, HiddenRows, as_rows, draw_each
+from sagellm.engines.native.head_draft import MOST_TOKENS, HeadDraft, HiddenRows, as_rows, draw_all, draw_each
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
@@ -74,11 +74,13 @@ def next_run(draft: HeadDraft) -> Run:
     return Run(draft.token_ids[-1:], len(draft.own.tokens) - 1 + len(draft.token_ids), draft.table)
 
 
-class Computed(NamedTuple):
-    """Logits behind each run's last token.
+def lasts_of(runs: Sequence[Run]) -> list[int]:
+    """The last token of each run, among those of all."""
+    return [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
 
-    Its hidden state is `hidden[rows[i]]`.
-    """
+
+class Computed(NamedTuple):
+    """Logits behind the wanted tokens. The hidden state of the i-th is `hidden[rows[i]]`."""
 
     logits: torch.Tensor
     hidden: HiddenRows
@@ -102,6 +104,7 @@ class HeadDrafter:
     ) -> None:  # fmt: skip
         self._head, self._kv, self._group, self._rows, self._planner = head, kv, group, rows, planner
         self._max_length, self._draw, self._device = max_length, draw, kv.device
+        self._most = MOST_TOKENS if head.masks is None else min(MOST_TOKENS, 1 + len(head.masks))
         shape = max_rows, MOST_HELD + 1, head.spec.hidden_size
         self._hidden = torch.zeros(shape, dtype=dtype, device=kv.device)
         self._rows_held = as_rows(self._hidden.flatten(0, 1))
@@ -281,10 +284,43 @@ class HeadDrafter:
         behind = [draft.row for draft in drafts if self._num_held(draft.row) > MOST_COMPUTED]
         if behind:
             self._flush(behind)
+        if self._head.masks is not None:
+            self._draw_block(drafts, self._head.masks, min_probability)
+        else:
+            self._draw_in_turn(drafts, min_probability)
+        for draft in drafts:
+            self._keep_last(draft.row)
+            proposals[draft.index] = draft.proposal()
+        return proposals
+
+    def _draw_block(self, drafts: Sequence[HeadDraft], masks: torch.Tensor, least: float) -> None:
+        """Draw all tokens from one pass.
+
+        For places further ahead the head reads the last token once more, and adds a mask to its hidden state.
+        """
+        runs: list[Run] = []
+        sources: list[int] = []
+        wanted: list[int] = []
+        firsts: list[int] = []
+        for draft in drafts:
+            held, first, ahead = self._held[draft.row], draft.row * (MOST_HELD + 1), draft.most - 1
+            tokens = draft.own.tokens[held.start :]
+            runs.append(Run([*tokens, *tokens[-1:] * ahead], held.start, draft.table))
+            sources += [*range(first, first + held.count), *[first + held.count - 1] * ahead]
+            firsts.append(len(wanted))
+            wanted += range(len(sources) - draft.most, len(sources))
+        given = self._hidden.flatten(0, 1)[sources]
+        for draft, first in zip(drafts, firsts, strict=True):
+            given[wanted[first] + 1 : wanted[first] + draft.most] += masks[: draft.most - 1]
+        found = self._compute(runs, as_rows(given), slice(None), wanted)
+        draw_all(drafts, found.logits, firsts, least, self._draw)
+
+    def _draw_in_turn(self, drafts: Sequence[HeadDraft], least: float) -> None:
+        """Draw one token after the other: each pass reads what the last has drawn, and its hidden state."""
         computed = self._first(drafts)
         going = drafts
         while True:
-            draw_each(going, computed.logits, min_probability, self._draw)
+            draw_each(going, computed.logits, least, self._draw)
             left = [i for i, draft in enumerate(going) if not draft.has_ended]
             if not left:
                 break
@@ -292,7 +328,7 @@ class HeadDrafter:
             follows = computed.may_run_next and len(left) == len(going) == len(computed.hidden)
             going = [going[i] for i in left]
             if self._draws_greedily(going):
-                self._draw_rest(going, computed.hidden[sources], min_probability)
+                self._draw_rest(going, computed.hidden[sources], least)
                 break
             if follows and steps is not None:
                 self._rows_given[: len(going)] = computed.hidden
@@ -300,10 +336,7 @@ class HeadDrafter:
             else:
                 runs = [next_run(draft) for draft in going]
                 ahead = max(draft.num_left for draft in going) - 1
-                computed = self._compute(runs, computed.hidden, sources, ahead)
-        for draft in drafts:
-            proposals[draft.index] = draft.proposal()
-        return proposals
+                computed = self._compute(runs, computed.hidden, sources, lasts_of(runs), ahead)
 
     def _draws_greedily(self, drafts: Sequence[HeadDraft]) -> bool:
         """Whether recorded steps draw all further tokens of these rows."""
@@ -336,7 +369,7 @@ class HeadDrafter:
         if row is None:
             return None
         held = self._held[row]
-        most = min(asked.num_tokens, MOST_TOKENS, self._max_length - len(asked.tokens))
+        most = min(asked.num_tokens, self._most, self._max_length - len(asked.tokens))
         draft = HeadDraft.of(index, row, asked, held.num_computed, self._rows, most)
         if draft is None:
             return None
@@ -356,37 +389,34 @@ class HeadDrafter:
             held, first = self._held[draft.row], draft.row * (MOST_HELD + 1)
             runs.append(Run(draft.own.tokens[held.start :], held.start, draft.table))
             sources += range(first, first + held.count)
-        found = self._compute(runs, self._rows_held, sources, max(draft.num_left for draft in drafts) - 1)
-        for draft in drafts:
-            self._keep_last(draft.row)
-        return found
+        ahead = max(draft.num_left for draft in drafts) - 1
+        return self._compute(runs, self._rows_held, sources, lasts_of(runs), ahead)
 
-    def _compute(self, runs: Sequence[Run], hidden: HiddenRows, sources: list[int], ahead: int) -> Computed:
+    def _compute(
+        self, runs: Sequence[Run], hidden: HiddenRows, sources: list[int] | slice, wanted: Sequence[int],
+        ahead: int = 0,
+    ) -> Computed:  # fmt: skip
         """Compute runs, whose tokens read the rows `sources` of `hidden`, one after the other.
 
-        At most so many tokens `ahead` follow behind each.
+        `wanted`: the tokens whose logits are. At most so many `ahead` follow behind each run.
         """
         ends = list(accumulate(len(run.token_ids) for run in runs))
         spans = [
             Span(end - len(run.token_ids), len(run.token_ids), run.start, run.table)
             for run, end in zip(runs, ends, strict=True)
         ]
-        tokens, last, steps = (
-            [i for run in runs for i in run.token_ids],
-            [end - 1 for end in ends],
-            self.steps,
-        )
+        tokens, steps = [i for run in runs for i in run.token_ids], self.steps
         if steps is not None and steps.takes(len(tokens)):
             self._rows_given[: len(tokens)] = hidden[sources]
             if self._device.type != "cpu":
                 spans = [each for span in spans for each in span.one_by_one()]
             logits = steps.run(tokens, spans, [[span.block_ids] for span in spans], ahead)
-            logits = logits if len(tokens) == len(last) else logits[last]
-            return Computed(logits, as_rows(steps.hidden(len(tokens))), last, steps.can_run_next)
+            logits = logits if len(tokens) == len(wanted) else logits[wanted]
+            return Computed(logits, as_rows(steps.hidden(len(tokens))), wanted, steps.can_run_next)
         given = torch.empty(len(tokens), self.given.shape[1], dtype=self.given.dtype, device=self._device)
         as_rows(given)[:] = hidden[sources]
-        found = self._head.hidden(self._inputs(tokens, spans, given, last), self._kv)
-        return Computed(self._head.head(found), as_rows(found), range(len(runs)))
+        found = self._head.hidden(self._inputs(tokens, spans, given, wanted), self._kv)
+        return Computed(self._head.head(found), as_rows(found), range(len(wanted)))
 
     def _inputs(
         self, tokens: Sequence[int], spans: Sequence[Span], given: torch.Tensor, last: Sequence[int]

@@ -19,6 +19,7 @@ from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.weights import (
     MEDUSA_ROOT,
     Parameter,
+    block_parameters,
     head_parameters,
     head_projection,
     head_root,
@@ -33,8 +34,6 @@ TRAINED_FOR = "sagellm.trained_for"
 HEAD_KIND = "sagellm.head_kind"
 """In the file's metadata: one of `HeadKind`; files without it are of the kind eagle."""
 HeadKind = Literal["eagle", "medusa", "block"]
-MASKS = "mask_embed"
-"""Of the kind block, the learned inputs of places further ahead."""
 
 
 def kind_of(path: Path, metadata: Mapping[str, str]) -> HeadKind:
@@ -129,6 +128,9 @@ def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> PlannedHe
             f"{path} has {strangers[0]}; all tensors of this head begin with {root} (kind {kind})"
         )
     checkpoint.entries.update((entry.name, entry) for entry in entries)
-    if kind == "medusa":
-        return PlannedHead(kind, layout, medusa_parameters(checkpoint, spec.embed_dim))
-    return PlannedHead(kind, layout, head_parameters(layout))
+    planned = {
+        "eagle": lambda: head_parameters(layout),
+        "block": lambda: block_parameters(layout, checkpoint),
+        "medusa": lambda: medusa_parameters(checkpoint, spec.embed_dim),
+    }
+    return PlannedHead(kind, layout, planned[kind]())

@@ -140,6 +140,14 @@ def head_parameters(spec: ModelSpec) -> list[Parameter]:
     return [Parameter(name, found, is_multiplied=len(found[0].shape) == 2) for name, found in named]
 
 
+def block_parameters(spec: ModelSpec, checkpoint: Checkpoint) -> list[Parameter]:
+    """As `head_parameters`, of a block drafter: `mask_embed` has a mask for each place behind the first."""
+    name = head_root(spec) + MASKS
+    count = checkpoint[name].shape[0] if name in checkpoint and checkpoint[name].shape else 1
+    return [*head_parameters(spec), Parameter(MASKS, (WeightPiece(name, (count, spec.hidden_size)),))]
+
+
+MASKS = "mask_embed"
 MEDUSA_ROOT = "medusa."
 
 
