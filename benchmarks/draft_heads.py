@@ -41,7 +41,10 @@ WARM_UPS = 2
 
 
 def of_head(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Methods with the head of a file: all that it proposes is verified, or what pays."""
+    """Methods with the head of a file.
+
+    All that it proposes is verified, or what pays.
+    """
     own = {"speculative.method": "heads", "speculative.method_options": {"model": str(path)}}
     fixed = {f"{path.stem}, {num} at once": own | FIXED | {"speculative.num_tokens": num} for num in (4, 8)}
     return {**fixed, f"{path.stem}, adaptive": own}

@@ -110,7 +110,7 @@ class DemoBlock(DemoHead):
 
 
 class DemoMedusa(nn.Module):
-    """A residual block on the model's last hidden state for each guess (Cai et al. 2024)."""
+    """A residual block for each guess, on the model's last hidden state (Cai 2024)."""
 
     kind: HeadKind = "medusa"
 
@@ -126,7 +126,7 @@ class DemoMedusa(nn.Module):
             nn.init.zeros_(weight)
 
     def guesses(self, net: DemoNet, tokens: Tensor, before: Tensor, count: int) -> list[Tensor]:
-        """As of `DemoHead`. No token is read: the hidden state before place q knows what follows."""
+        """As of `DemoHead`. No token is read."""
         blocks = [cast(nn.ModuleDict, block) for block in self.medusa]
         made = [before + F.silu(block["linear"](before)) for block in blocks[:count]]
         return [back(output, number) for number, output in enumerate(made)]
@@ -168,7 +168,10 @@ def back(x: Tensor, places: int) -> Tensor:
 
 
 def head_names(head: AnyHead) -> str:
-    """What the names of the head's tensors begin with; a layer is that behind the model's last."""
+    """What the names of the head's tensors begin with.
+
+    A layer is that behind the model's last.
+    """
     return f"model.layers.{head.config.num_hidden_layers}." if isinstance(head, DemoHead) else ""
 
 

@@ -122,9 +122,10 @@ def train_step(run: Run[AnyHead], net: DemoNet, batch: list[Row], count: int) ->
 
 @torch.no_grad()
 def held_out(net: DemoNet, head: AnyHead, tokenizer: Tokenizer, count: int, guesses: int) -> list[float]:
-    """How often guesses, and those before them, are right behind any token of the model's own answers.
+    """How often guesses are right, and those before them.
 
-    `count`: questions of each task, of the part that chooses between heads.
+    They are made behind each token of the model's own answers. `count`: questions of each task, of the part
+    that chooses between heads.
     """
     asked = [prompt_text(made) for kind in MAKERS for made in evaluation_set("validation", kind, count)]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch(asked, add_special_tokens=False)]

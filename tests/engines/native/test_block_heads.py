@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from demo_head import DemoBlock, load_head
+from demo_head import AnyHead, DemoBlock, load_head
 from demo_net import load_net
 from demo_text import Row
 from sagellm.accel.fusion.cpu import cpu_kernels
@@ -37,7 +37,7 @@ def outputs(tokens: Sequence[int], count: int, path: Path) -> torch.Tensor:
     hidden = net.hidden(torch.tensor([tokens[:-1]]))[0]
     known = torch.cat([torch.zeros(1, net.config.hidden_size), hidden])
     known = torch.cat([known, known[-1] + head.mask_embed[: count - 1]])
-    text = torch.tensor([[*tokens, *tokens[-1:] * (count - 1)]])
+    text = torch.tensor([[*tokens, *[tokens[-1]] * (count - 1)]])
     found: torch.Tensor = head(net, text, known[None], [])[0, -count:]
     return found
 
@@ -84,7 +84,8 @@ def test_training_learns() -> None:
     net, batch = load_net(DEMO_MODEL).requires_grad_(False), [Row([*range(300, 324)], [True] * 24)]
     head = DemoBlock(net.config, 3)
     head.start_from(net)
-    run = Run(head, make_optimizers(head, Namespace(rate=2e-3, matrix_rate=0.02)), Progress(), head.guesses)
+    optimizers = make_optimizers(head, Namespace(rate=2e-3, matrix_rate=0.02))
+    run: Run[AnyHead] = Run(head, optimizers, Progress(), head.forward)
     losses = [train_step(run, net, batch, 3) for _ in range(6)]
     assert losses[-1] < losses[0]
     assert head.mask_embed.abs().sum() > 0

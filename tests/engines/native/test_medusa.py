@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from demo_head import DemoMedusa, load_head
+from demo_head import AnyHead, DemoMedusa, load_head
 from demo_net import load_net
 from demo_text import Row
 from sagellm.accel.fusion.cpu import cpu_kernels
@@ -73,7 +73,8 @@ def test_training_learns_and_says_what_is_accepted(tmp_path: Path) -> None:
     net, batch = load_net(DEMO_MODEL).requires_grad_(False), [Row([*range(300, 324)], [True] * 24)]
     head = DemoMedusa(net.config, 3)
     head.start_from(net)
-    run = Run(head, make_optimizers(head, Namespace(rate=2e-3, matrix_rate=0.02)), Progress(), head.guesses)
+    optimizers = make_optimizers(head, Namespace(rate=2e-3, matrix_rate=0.02))
+    run: Run[AnyHead] = Run(head, optimizers, Progress(), head.forward)
     losses = [train_step(run, net, batch, 3) for _ in range(6)]
     assert losses[-1] < losses[0]
     rates = held_out(net, head, Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 1, 3)

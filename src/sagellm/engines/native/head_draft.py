@@ -1,4 +1,7 @@
-"""`HeadDraft`: what a draft head proposes for a row, and how its tokens are drawn from logits."""
+"""`HeadDraft`: what a draft head proposes for a row.
+
+Its tokens are drawn from logits, one by one or all at once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def as_rows(matrix: torch.Tensor) -> HiddenRows:
 
 @dataclass(slots=True)
 class HeadDraft:
-    """A row in one call, and what was drawn for it: at most `most` tokens."""
+    """A row in one call, and what was drawn for it.
+
+    That is at most `most` tokens.
+    """
 
     index: int
     row: int
@@ -48,7 +54,10 @@ class HeadDraft:
     def of(
         cls, index: int, row: int, asked: Asked, num_computed: int, rows: BatchRows, most: int
     ) -> HeadDraft | None:
-        """None where the row's last token, or the hidden state before it, is not the request's."""
+        """None unless the row has the request's last token.
+
+        `num_computed`: of its tokens, up to that of the last known hidden state.
+        """
         own, length = rows.row(row), len(asked.tokens)
         is_known = num_computed == length - 1 and len(own.tokens) == length
         if not is_known or own.tokens[-1] != asked.tokens[-1] or most < 1:

@@ -316,7 +316,10 @@ class HeadDrafter:
         draw_all(drafts, found.logits, firsts, least, self._draw)
 
     def _draw_in_turn(self, drafts: Sequence[HeadDraft], least: float) -> None:
-        """Draw one token after the other: each pass reads what the last has drawn, and its hidden state."""
+        """Draw one token after the other.
+
+        Each pass reads what the last has drawn, and its hidden state.
+        """
         computed = self._first(drafts)
         going = drafts
         while True:

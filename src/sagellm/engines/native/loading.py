@@ -144,7 +144,7 @@ class CheckedModel:
 
     @property
     def layout(self) -> ModelSpec | BridgedSpec:
-        """The layers that have KV: those of the model, and that of a draft head."""
+        """The layers that have KV, of the model and of a draft head."""
         return self.spec if self.head is None else self.head.layout
 
     @property

@@ -13,7 +13,7 @@ from sagellm.engines.native.loading import ModelWeights
 
 
 class MedusaHead:
-    """The blocks among a model's `weights`, `count` of them."""
+    """The `count` blocks among a model's `weights`."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self._blocks, self._bias = weights.matrices["medusa"], weights.tensors["medusa.bias"]
@@ -21,9 +21,10 @@ class MedusaHead:
         self.count = outputs // self.hidden_size
 
     def hidden(self, last: torch.Tensor, count: int) -> torch.Tensor:
-        """What the model's head reads for the next `count` tokens of each row [rows * count, hidden].
+        """What the model's head reads for the next tokens.
 
-        `last`: the model's last hidden state of each row [rows, hidden]. Call it in inference mode.
+        It is [rows * count, hidden], of each row `count` tokens. `last`: the model's last hidden state of
+        each row [rows, hidden]. Call it in inference mode.
         """
         blocks = F.silu(self._blocks.multiply(last, self._bias)).view(len(last), self.count, -1)
         return (blocks[:, :count] + last.unsqueeze(1)).flatten(0, 1)

@@ -141,7 +141,10 @@ def head_parameters(spec: ModelSpec) -> list[Parameter]:
 
 
 def block_parameters(spec: ModelSpec, checkpoint: Checkpoint) -> list[Parameter]:
-    """As `head_parameters`, of a block drafter: `mask_embed` has a mask for each place behind the first."""
+    """As `head_parameters`, of a block drafter.
+
+    `mask_embed` has a mask for each place behind the first.
+    """
     name = head_root(spec) + MASKS
     count = checkpoint[name].shape[0] if name in checkpoint and checkpoint[name].shape else 1
     return [*head_parameters(spec), Parameter(MASKS, (WeightPiece(name, (count, spec.hidden_size)),))]
@@ -152,10 +155,10 @@ MEDUSA_ROOT = "medusa."
 
 
 def medusa_parameters(checkpoint: Checkpoint, size: int) -> list[Parameter]:
-    """The blocks of a Medusa head that a checkpoint has, for hidden states of `size`.
+    """The blocks of a Medusa head that a checkpoint has.
 
-    In it block k, from 0, is `medusa.k.linear`; the parameters `medusa.weight` and `medusa.bias` have one
-    below another.
+    They read hidden states of `size`. In the file block k, from 0, is `medusa.k.linear`; the parameters
+    `medusa.weight` and `medusa.bias` have one below another.
     """
     count = sum(name.startswith(MEDUSA_ROOT) and name.endswith(".weight") for name in checkpoint.entries)
     shapes: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
