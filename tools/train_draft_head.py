@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEFAULT_OUT, help="Hugging Face folder of the model")
     parser.add_argument("--out", type=Path, default=None, help=f"file to write; default: MODEL/{HEAD_FILE}")
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--begin-with", type=Path, help="a head of whose tensors those alike are the first")
+    parser.add_argument("--begin-with", type=Path, help="a head with whose tensors this one begins")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--stop-at", type=int, default=None, help="leave after this step")
     parser.add_argument("--kind", choices=list(HEADS), default="eagle")
