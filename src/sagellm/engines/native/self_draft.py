@@ -81,7 +81,7 @@ class SelfDraftSpec:
             quantizing = replace(loader, quantization=quantization)
             matrices = {name: _quantized(quantizing, name, matrix) for name, matrix in matrices.items()}
         own = ModelWeights(weights.embedding, matrices, self._kept(weights.tensors), weights.layer_table)
-        return LoadedPart(replace(source, spec=spec, layout=spec, quantization=quantization), own)
+        return LoadedPart(replace(source, spec=spec, quantization=quantization), own)
 
     def _kept(self, named: Mapping[str, Value]) -> dict[str, Value]:
         pairs = ((self.name_of(name), value) for name, value in named.items())
