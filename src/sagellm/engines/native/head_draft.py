@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from sagellm.engines.native.sampler import NO_TOKEN, Draw, RowSampler, sample
 
 MOST_TOKENS = 16
 """Proposed for a row at most."""
+KEEPING_WEIGHT = 0.1
 HiddenRows: TypeAlias = Any
 """Hidden states by row: on a CPU numpy's, whose operators take a few us and not 20 to 80, else torch's."""
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,6 +32,52 @@ def as_rows(matrix: torch.Tensor) -> HiddenRows:
     On a CPU as whole numbers, since numpy has no bfloat16.
     """
     return matrix.view(_WHOLE[matrix.element_size()]).numpy() if matrix.is_cpu else matrix
+
+
+class HeldRow(Protocol):
+    """What a drafter has of a row."""
+
+    @property
+    def request_id(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=HeldRow)
+
+
+class HeldRows(Generic[Row]):
+    """Owns what a drafter has of its backend's rows, and how long keeping it takes. It may rest."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Row] = {}
+        self._row_of: dict[str, int] = {}
+        self.rests = False
+        self.keeping_s = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._held)
+
+    def rest(self) -> None:
+        """KV of the tokens of requests that join meanwhile is not written: such requests get no proposals.
+
+        Others that share their prefix get worse ones.
+        """
+        self.rests = True
+        self._held.clear()
+        self._row_of.clear()
+
+    def wake(self) -> None:
+        self.rests = False
+
+    def keeping_took(self, seconds: float) -> None:
+        """A step's hidden states were taken in. A step that was delayed counts little."""
+        bounded = min(seconds, 2 * self.keeping_s) if self.keeping_s else seconds
+        self.keeping_s += KEEPING_WEIGHT * (bounded - self.keeping_s) if self.keeping_s else seconds
+
+    def _drop(self, row: int) -> None:
+        held = self._held.pop(row, None)
+        if held is not None:
+            del self._row_of[held.request_id]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,15 @@ from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.draft_head import DraftHead
-from sagellm.engines.native.head_draft import MOST_TOKENS, HeadDraft, HiddenRows, as_rows, draw_all, draw_each
+from sagellm.engines.native.head_draft import (
+    MOST_TOKENS,
+    HeadDraft,
+    HeldRows,
+    HiddenRows,
+    as_rows,
+    draw_all,
+    draw_each,
+)
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
@@ -29,7 +37,6 @@ from sagellm.engines.native.sampler import Draw
 
 MOST_COMPUTED = MOST_TOKENS + 1
 """Tokens of a row that one pass of a head computes. The KV of more is written before."""
-KEEPING_WEIGHT = 0.1
 MOST_HELD = 64
 """Hidden states of a row that are kept; before there are more, the KV of their tokens is written.
 
@@ -89,7 +96,7 @@ class Computed(NamedTuple):
     """Of recorded steps, whether they can go on without new inputs."""
 
 
-class HeadDrafter:
+class HeadDrafter(HeldRows[HeadRow]):
     """Owns the hidden states of a backend's rows. Implements `TokenDrafter`.
 
     The backend says what a step changes (`apply`) and what it has computed: of prompts (`prefilled`), and of
@@ -102,6 +109,7 @@ class HeadDrafter:
         self, head: DraftHead, kv: PagedKV, group: int, rows: BatchRows, planner: AttentionPlanner,
         max_rows: int, max_length: int, dtype: torch.dtype, draw: Draw | None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._head, self._kv, self._group, self._rows, self._planner = head, kv, group, rows, planner
         self._max_length, self._draw, self._device = max_length, draw, kv.device
         self._most = MOST_TOKENS if head.masks is None else min(MOST_TOKENS, 1 + len(head.masks))
@@ -112,27 +120,6 @@ class HeadDrafter:
         """What a recorded step reads beside its tokens."""
         self._rows_given = as_rows(self.given)
         self.steps: RecordedSteps | None = None
-        self._held: dict[int, HeadRow] = {}
-        self._row_of: dict[str, int] = {}
-        self.rests = False
-        self.keeping_s = 0.0
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._held)
-
-    def rest(self) -> None:
-        """Forget all rows.
-
-        KV of the tokens of requests that join meanwhile is not written. They get no proposals, and others
-        that share their prefix get worse ones.
-        """
-        self.rests = True
-        self._held.clear()
-        self._row_of.clear()
-
-    def wake(self) -> None:
-        self.rests = False
 
     # -- what steps compute
 
@@ -157,11 +144,6 @@ class HeadDrafter:
     def _num_held(self, row: int) -> int:
         held = self._held.get(row)
         return 0 if held is None else held.count
-
-    def _drop(self, row: int) -> None:
-        held = self._held.pop(row, None)
-        if held is not None:
-            del self._row_of[held.request_id]
 
     def prefilled(self, plan: ExecutionPlan, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Take in the prompts of a step. `hidden` [T, hidden] are the model's last ones of all its tokens.
@@ -222,11 +204,6 @@ class HeadDrafter:
             self._rows_held[targets[0]] = as_rows(hidden)[sources[0]]
         elif sources:
             self._rows_held[targets] = as_rows(hidden)[sources]
-
-    def keeping_took(self, seconds: float) -> None:
-        """A step's hidden states were taken in. A step that was delayed counts little."""
-        bounded = min(seconds, 2 * self.keeping_s) if self.keeping_s else seconds
-        self.keeping_s += KEEPING_WEIGHT * (bounded - self.keeping_s) if self.keeping_s else seconds
 
     @torch.inference_mode()
     def _flush(self, rows: Sequence[int]) -> None:

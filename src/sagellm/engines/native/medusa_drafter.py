@@ -10,7 +10,7 @@ import torch
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.speculative import Asked, Proposal
-from sagellm.engines.native.head_draft import HeadDraft, as_rows, draw_all
+from sagellm.engines.native.head_draft import HeadDraft, HeldRows, as_rows, draw_all
 from sagellm.engines.native.medusa_head import MedusaHead
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import Draw
@@ -26,7 +26,7 @@ class MedusaRow:
     num_computed: int = NOTHING
 
 
-class MedusaDrafter:
+class MedusaDrafter(HeldRows[MedusaRow]):
     """Owns the last hidden state of each of a backend's rows. Implements `TokenDrafter`.
 
     The backend says what a step changes (`apply`), and what it has computed (`decoded`). `logits` is the
@@ -37,19 +37,18 @@ class MedusaDrafter:
         self, head: MedusaHead, logits: Callable[[torch.Tensor], torch.Tensor], rows: BatchRows,
         max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device, draw: Draw | None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._head, self._logits, self._rows = head, logits, rows
         self._max_length, self._draw = max_length, draw
         self._hidden = torch.zeros(max_rows, head.hidden_size, dtype=dtype, device=device)
         self._rows_held = as_rows(self._hidden)
-        self._held: dict[int, MedusaRow] = {}
-        self._row_of: dict[str, int] = {}
 
     def apply(self, plan: ExecutionPlan) -> None:
         """The backend's rows have changed as the plan says. Nothing is computed yet."""
+        if self.rests:
+            return
         for row in (*plan.left, *(join.row for join in plan.joined)):
-            held = self._held.pop(row, None)
-            if held is not None:
-                del self._row_of[held.request_id]
+            self._drop(row)
         for join in plan.joined:
             self._held[join.row], self._row_of[join.request_id] = MedusaRow(join.request_id), join.row
 
@@ -60,18 +59,21 @@ class MedusaDrafter:
         were drawn for each row in decode.
         """
         sizes = {chain.row: len(chain.token_ids) for chain in plan.chains}  # of Medusa, which makes no trees
+        rows: list[int] = []
         sources: list[int] = []
         first = 0
         for row, position, count in zip(plan.decode_rows, plan.decode_positions, num_drawn, strict=True):
-            self._held[row].num_computed = position + count
-            sources.append(first + count - 1)
+            if row in self._held:
+                self._held[row].num_computed = position + count
+                rows.append(row)
+                sources.append(first + count - 1)
             first += 1 + sizes.get(row, 0)
         for op in plan.prefills:
-            if op.samples:
+            if op.samples and op.row in self._held:
                 self._held[op.row].num_computed = op.start + op.num_tokens
+                rows.append(op.row)
                 sources.append(first)
-                first += 1
-        rows = list(plan.sample_rows)
+            first += op.samples
         if len(rows) == 1:
             self._rows_held[rows[0]] = as_rows(hidden)[sources[0]]
         elif rows:
