@@ -45,7 +45,10 @@ Row = TypeVar("Row", bound=HeldRow)
 
 
 class HeldRows(Generic[Row]):
-    """Owns what a drafter has of its backend's rows, and how long keeping it takes. It may rest."""
+    """Owns what a drafter has of its backend's rows.
+
+    It knows how long keeping that takes, and may rest.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Row] = {}
@@ -58,9 +61,10 @@ class HeldRows(Generic[Row]):
         return bool(self._held)
 
     def rest(self) -> None:
-        """KV of the tokens of requests that join meanwhile is not written: such requests get no proposals.
+        """Requests that join meanwhile get no proposals.
 
-        Others that share their prefix get worse ones.
+        Of a head with KV, that of their tokens is not written, so others that share their prefix get worse
+        ones.
         """
         self.rests = True
         self._held.clear()
