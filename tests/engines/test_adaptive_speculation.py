@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -134,6 +135,23 @@ def test_a_slow_proposer_without_success_costs_little(overlap: bool, monkeypatch
     assert drafter.changes[:2] == ["rest", "wake"], "awake for a trial, which needs another request"
     if overlap:
         assert sum(planned is not None for planned in ahead) > 1000
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])
+def test_behind_a_step_with_chains_nothing_is_planned_ahead(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the proposer is not asked for the next one: how many tokens count is not known yet."""
+    asks = itertools.cycle([True, True, False, False])
+    monkeypatch.setattr(Speculation, "should_ask", lambda *_: next(asks))
+    right = expected_tokens(TokenMemoryBackend(), range(5), 100)
+    speculation = Speculation(OftenRight(5, right, wrong), 4)
+    engine = fake_engine(TokenMemoryBackend(), speculation=speculation, overlap=True)
+    for name in ("a", "b"):
+        engine.add(request(name, range(5), 100))
+    assert run_all(engine) == {"a": right, "b": right}
+    assert speculation.num_proposed > 0
     engine.close()
 
 

@@ -195,15 +195,15 @@ class Planner:
 
         Returns None where a request would have to leave the batch or memory is short; where all layers have
         a sliding window, since blocks behind it would be given up too early; where a prompt that ends in the
-        step in flight is shared with its group; and where a proposer is asked, which has to see the tokens.
-        Then nothing has changed but evictions, the order of the running requests, and what `foresee` has
-        published.
+        step in flight is shared with its group; behind a step with proposed tokens, of which it is not known
+        how many are accepted; and where a proposer is asked, which has to see the tokens. Then nothing has
+        changed but evictions, the order of the running requests, and what `foresee` has published.
         """
         draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
         speculation, num_rows = self._speculation, len(table.decodes)
         asks = speculation is not None and speculation.is_on and speculation.should_ask(num_rows)
-        if self._kv.window is not None or ends_shared or asks:
+        if self._kv.window is not None or ends_shared or asks or draft.proposals:
             return None
         in_flight.drop_finished(table.decodes)
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices
