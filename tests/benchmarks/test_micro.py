@@ -210,7 +210,7 @@ def test_reasoning_has_every_row() -> None:
     values = {(row.section, row.case, row.size): row.value for row in rows}
     assert {row.case.split(": ")[0] for row in rows if row.section == "s"} == set(cot.RULES)
     assert values["s", "all samples: samples", 2] == cot.NUM_SAMPLES
-    assert values["s", "window 4: samples", 2] <= cot.NUM_SAMPLES
+    assert values["s", "window 4, growth 1: samples", 2] <= cot.NUM_SAMPLES
     assert values["b", "budget 0: reasoning", 2] == 0 < values["b", "no budget: reasoning", 2]
     assert values["e", "no exit: probes", 2] == 0 < values["e", "confidence 0.95: probes", 2]
     for size in cot.ANSWER_WORDS:

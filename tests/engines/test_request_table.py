@@ -34,6 +34,9 @@ OF_OTHER_CLASSES = {
     ("control_plane/fleet/questions.py", "error.status"),
     ("serving/admin.py", "refused.status"),
     ("serving/gateway.py", "error.status"),
+    ("engines/reasoning_kv.py", "own.num_preemptions"),
+    ("engines/native/medusa_drafter.py", "self._held[row].num_computed"),
+    ("engines/native/medusa_drafter.py", "self._held[op.row].num_computed"),
 }
 """Attributes of the same name of objects that are no request states."""
 OWNERS = {"engines/request_table.py", "engines/guests/hosted_passes.py"}

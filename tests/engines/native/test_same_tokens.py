@@ -196,7 +196,7 @@ traffics = st.builds(
         min_size=1,
         max_size=6,
     ),
-    num_blocks=st.integers(14, 60),
+    num_blocks=st.integers(15, 60),  # the longest request has 60 tokens in its second turn
     budget=st.integers(3, 64),
     chunk=st.one_of(st.none(), st.integers(1, 17)),
     caching=st.booleans(),
