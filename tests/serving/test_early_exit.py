@@ -135,6 +135,20 @@ def test_the_error_names_what_would_have_worked(live: Live) -> None:
     assert "threshold is not for method 'agreement'" in message
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"threshold": 2}, "early_exit: threshold should be less than or equal to 1"),
+        ({"every": 0, "max_probe_tokens": 65}, "early_exit: every should be greater than or equal to 1"),
+        ({"treshold": 0.9}, "early_exit: unknown field 'treshold'; GET /openapi.json lists the known ones"),
+        (0.95, "early_exit: should be a valid boolean or should be an object"),
+    ],
+)
+def test_the_error_names_the_field_within_the_object(live: Live, value: object, message: str) -> None:
+    asked = BODIES[CHAT] | {"early_exit": value}
+    assert live.http.post(CHAT, json=asked).json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_engines_that_cannot_probe_say_so(stream: bool) -> None:
     with serving(scripted_llm("<think>1</think>2")) as live:

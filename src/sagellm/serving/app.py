@@ -280,7 +280,7 @@ def _client_checks(keys: Mapping[str, str]) -> list[Any]:
 
 
 async def _refuse_admin() -> None:
-    raise errors.ForbiddenError("changes need an admin key: start the server with server.admin_key set")
+    raise errors.ForbiddenError("this needs an admin key: start the server with server.admin_key set")
 
 
 def _bearer_check(names: Mapping[str, str], kind: str, shown: str) -> Handler:

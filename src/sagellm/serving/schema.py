@@ -31,6 +31,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from sagellm.core.config import Effort, ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
@@ -572,22 +573,27 @@ def check_names(
 
 def _readable(error: ValidationError) -> RequestError:
     """The first wrong field, by its JSON path, with all that it may be."""
-    details = error.errors(include_url=False, include_input=False)
-    path = _path(details[0]["loc"])
-    messages = [
-        detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-        for detail in details
-        if _path(detail["loc"]) == path
-    ]
-    message = " or ".join(dict.fromkeys(messages))
+    found = error.errors(include_url=False)
+    inner = [each for each in found if each["type"] != "bool_type" or type(each["input"]) is not dict]
+    details = inner or found
+    path, name = place = _place(details[0]["loc"])
+    message = " or ".join(dict.fromkeys(_message(each) for each in details if _place(each["loc"]) == place))
     if details[0]["type"] == "extra_forbidden":
-        message = (
-            f"unknown field {clipped(str(details[0]['loc'][-1]))!r}; GET /openapi.json lists the known ones"
-        )
+        unknown = clipped(str(details[0]["loc"][-1]))
+        message = f"unknown field {unknown!r}; GET /openapi.json lists the known ones"
+    elif name:
+        message = f"{name} {message}"
     return RequestError(f"{path or 'body'}: {message}", path or None)
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """`stop` or `messages[0]`: pydantic's location without the names of union branches."""
-    path = str(location[0]) if location else ""
-    return path + "".join(f"[{part}]" for part in location[1:2] if isinstance(part, int))
+def _message(detail: ErrorDetails) -> str:
+    if detail["type"] == "model_type":
+        return "should be an object"
+    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+
+
+def _place(location: tuple[int | str, ...]) -> tuple[str, str]:
+    """`stop` or `messages[0]`, and the field within an object that may be `true` too, or nothing."""
+    path, inner = str(location[0]) if location else "", location[1:]
+    named = inner[-1] if len(inner) == 2 and all(isinstance(part, str) for part in inner) else ""
+    return path + "".join(f"[{part}]" for part in inner[:1] if isinstance(part, int)), str(named)
