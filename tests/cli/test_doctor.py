@@ -301,7 +301,7 @@ def test_what_serve_refuses_is_refused_in_the_same_words(
 @pytest.mark.parametrize(
     "options",
     [("--max-model-len", "100000"), ("--device", "nowhere"), ("--num-blocks", "1000000000"),
-     ("--set", "kv.host_gb=4000"), ("--set", "kv.eviction=lur"),
+     ("--set", "kv.host_gb=4000"), ("--set", "kv.eviction=lur"), ("--speculative", "medusa"),
      ("--set", "kv.pool=fre"),     ("--set", "scheduler.strategy=fiffo"), (),
      ("--kv-disk-gb", "0.001", "--kv-dir", __file__), ("--kv-remote-url", "http://somewhere"),
      ("--kv-host-gb", "0.1", "--set", "kv.prefix_caching=false")],

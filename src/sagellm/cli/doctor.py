@@ -143,6 +143,7 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
     """
     from sagellm.engines.build import build_passes
     from sagellm.engines.build_kv import build_kv, check_tiers
+    from sagellm.engines.build_speculation import check_method
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks, weight_bytes_of_ranks
     from sagellm.engines.native.hub import is_cached
     from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
@@ -170,6 +171,7 @@ def _report_fit(config: Config, device: LocalDevice, found: Sequence[LocalDevice
         check_kv_folder(config.kv)
         check_tiers(config.kv, is_windowed=size.is_windowed, has_states=size.state_bytes > 0)
         build_passes(config.scheduler)
+        check_method(config.speculative.method)
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
         print()

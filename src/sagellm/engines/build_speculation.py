@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 from sagellm.accel.speculative.lengths import ChainLengths
 from sagellm.core.clock import Clock
 from sagellm.core.config import Config, KVConfig, ParallelConfig, SpeculativeConfig
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.features import SYNTHETIC_DRAWS
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.speculative import TokenDrafter
@@ -18,7 +19,14 @@ from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.speculation import Speculation
 
 log = logging.getLogger("sagellm.engine")
-AUTO, SELF_DRAFT = "auto", "self_draft"
+NONE, AUTO, SELF_DRAFT = "none", "auto", "self_draft"
+OTHER_NAMES = {
+    **dict.fromkeys(("block", "eagle", "eagle3", "medusa", "mtp", "nextn"), "heads"),
+    "ngram": "prompt_lookup",
+}
+"""What vLLM, SGLang and papers call our methods, and the kinds of heads."""
+OPTIONS_OF_SELF_DRAFT, OPTIONS_OF_DRAFT = ("layers", "quantization", "num_blocks"), ("model", "num_blocks")
+"""Those that the backend of the draft takes; the others are the proposer's."""
 MakeBackend: TypeAlias = Callable[[Config], InferenceBackend]
 
 
@@ -38,10 +46,11 @@ def build_speculation(
     if method == AUTO:
         if settings.method_options:
             raise ConfigError("speculative.method auto takes no method_options: name the method")
-        method = ("suffix" if drafter is None else "heads") if can_verify else "none"
+        method = ("suffix" if drafter is None else "heads") if can_verify else NONE
         log.info("speculative.method auto: %s", method)
-    if method == "none":
+    if method == NONE:
         return None
+    check_method(method)
     if not can_verify:
         raise ConfigError(
             f"speculative.method {method!r} needs a backend and a model that compute proposed "
@@ -63,6 +72,7 @@ def build_speculation(
     elif "backend" not in given:
         proposer = registry("proposer").create_from(options)
     else:
+        check_draft_options(method, options, given)
         if method == SELF_DRAFT:
             draft, options = build_self_draft(make_self_draft, options)
         else:
@@ -74,6 +84,31 @@ def build_speculation(
             raise
     lengths = ChainLengths() if settings.adaptive else None
     return Speculation(proposer, settings.num_tokens, lengths, clock, drafter if "drafter" in given else None)
+
+
+def check_method(method: str) -> None:
+    """Raise `UnknownNameError` for a method that there is not, with ours for the names of others."""
+    known = sorted([NONE, AUTO, *registry("proposer").names()])
+    if method in known or ":" in method:
+        return
+    ours = OTHER_NAMES.get(method)
+    listed = f" Known: {', '.join(known)}."
+    guess = f" Set it to {ours}." if ours else nearest(method, known).replace(listed, "")
+    raise UnknownNameError(f"unknown speculative.method {method!r}.{guess}{listed}")
+
+
+def check_draft_options(
+    method: str, options: Mapping[str, Any], of_proposer: Mapping[str, inspect.Parameter]
+) -> None:
+    """Raise `UnknownNameError` for an option that neither the proposer takes nor the backend of its draft."""
+    of_backend = OPTIONS_OF_SELF_DRAFT if method == SELF_DRAFT else OPTIONS_OF_DRAFT
+    known = [*of_backend, *(name for name in of_proposer if name != "backend")]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in of_proposer.values())
+    for option in options:
+        if option not in (*known, "name") and not takes_any:
+            raise UnknownNameError(
+                f"speculative.method {method!r} has no option {option!r}; it takes {', '.join(known)}."
+            )
 
 
 def synthetic_options(config: Config, capability: CapabilityDescriptor) -> dict[str, Any]:
@@ -98,8 +133,7 @@ def build_self_draft(
             f"speculative.method {SELF_DRAFT!r} needs a backend that runs a part of its model: set "
             "engine.backend to native, or take another method"
         )
-    of_backend = ("layers", "quantization", "num_blocks")
-    return make(), {name: value for name, value in options.items() if name not in of_backend}
+    return make(), {name: value for name, value in options.items() if name not in OPTIONS_OF_SELF_DRAFT}
 
 
 def build_draft(

@@ -283,7 +283,10 @@ def test_the_demo_model_as_its_own_draft(plain: dict[str, list[int]]) -> None:
         ({"model": str(DEMO_MODEL), "num_blocks": 0}, "num_blocks is a number of blocks, not 0"),
         ({"model": str(DEMO_MODEL), "min_probability": 2.0}, "min_probability must be from 0 to 1, got 2.0"),
         ({"model": str(DEMO_MODEL), "catch_up_tokens": 0}, "catch_up_tokens must be at least 1"),
-        ({"model": str(DEMO_MODEL), "temperature": 1}, "no option 'temperature'"),
+        (
+            {"model": str(DEMO_MODEL), "temperature": 1},
+            "'temperature'; it takes model, num_blocks, min_probability, catch_up_tokens",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

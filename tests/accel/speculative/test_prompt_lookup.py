@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.accel.speculative.prompt_lookup import PromptLookup
 from sagellm.core.config import Config
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.speculative import Asked, Proposer
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor, Request, Tokens
@@ -109,6 +110,13 @@ def test_it_is_built_by_name() -> None:
     wrong = LOOKUP | {"method_options": {"min_ngram": 9}}
     with pytest.raises(ConfigError, match="min_ngram must be from 1"):
         build_speculation(Config.model_validate({"speculative": wrong}), ABLE, build_backend)
+    for method, advice in (
+        ("ngram", "Set it to prompt_lookup. Known: auto, "),
+        ("sufix", "Did you mean 'suffix'?"),
+    ):
+        named = Config.model_validate({"speculative": {"method": method}})
+        with pytest.raises(UnknownNameError, match=re.escape(advice)):
+            build_speculation(named, ABLE, build_backend)
     with pytest.raises(ConfigError, match=r"do not go back\): set speculative\.method to none"):
         build_speculation(
             Config.model_validate({"speculative": LOOKUP}),

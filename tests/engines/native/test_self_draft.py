@@ -194,7 +194,10 @@ def test_recorded_steps_of_the_draft_compute_its_matrices() -> None:
         ({"quantization": None}, "make no quicker draft"),
         ({"num_blocks": 0}, "num_blocks is a number of blocks, not 0"),
         ({"layers": 2, "min_probability": 3.0}, "min_probability must be from 0 to 1"),
-        ({"layers": 2, "model": "x"}, "no option 'model'"),
+        (
+            {"layers": 2, "model": "x"},
+            "no option 'model'; it takes layers, quantization, num_blocks, min_prob",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
