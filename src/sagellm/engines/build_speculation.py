@@ -87,7 +87,7 @@ def build_speculation(
 
 
 def check_method(method: str) -> None:
-    """Raise `UnknownNameError` for a method that there is not, with ours for the names of others."""
+    """Raise `UnknownNameError` for an unknown method, with ours for names of others."""
     known = sorted([NONE, AUTO, *registry("proposer").names()])
     if method in known or ":" in method:
         return
@@ -100,7 +100,7 @@ def check_method(method: str) -> None:
 def check_draft_options(
     method: str, options: Mapping[str, Any], of_proposer: Mapping[str, inspect.Parameter]
 ) -> None:
-    """Raise `UnknownNameError` for an option that neither the proposer takes nor the backend of its draft."""
+    """Raise `UnknownNameError` for an option that proposer and draft do not take."""
     of_backend = OPTIONS_OF_SELF_DRAFT if method == SELF_DRAFT else OPTIONS_OF_DRAFT
     known = [*of_backend, *(name for name in of_proposer if name != "backend")]
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in of_proposer.values())

@@ -593,7 +593,7 @@ def _message(detail: ErrorDetails) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[str, str]:
-    """`stop` or `messages[0]`, and the field within an object that may be `true` too, or nothing."""
+    """`stop` or `messages[0]`; then the field within an object, or nothing."""
     path, inner = str(location[0]) if location else "", location[1:]
     named = inner[-1] if len(inner) == 2 and all(isinstance(part, str) for part in inner) else ""
     return path + "".join(f"[{part}]" for part in inner[:1] if isinstance(part, int)), str(named)
