@@ -31,6 +31,7 @@ from sagellm.engines.llm.accelerations import SPECULATIVE_REASONING
 from sagellm.engines.llm.drafted_reasoning import MAX_DRAFT_S
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.speculation import Speculation
+from tests.approximate_memory import ApproximateMemory
 from tests.builders import PreemptAtRandom, RandomProposer, check_books, fake_engine
 from tests.effort import examples
 from tests.engines.test_early_exit import CHAT, END, EOS, LINE, ONE, THINK, TWO, Muses, demo_tokenizer
@@ -246,6 +247,89 @@ def test_a_small_model_with_a_short_context_leaves_the_rest_to_the_target() -> N
     [plain] = llm.generate([[ONE, TWO, ONE, TWO, THINK]], SamplingParams(max_tokens=20))
     assert completion.choices[0].token_ids == plain.choices[0].token_ids
     check(llm, target, drafter)
+
+
+class EndlessTarget(Muses):
+    """Never ends its reasoning."""
+
+    def answer(self, tokens: Tokens) -> int:
+        return ONE
+
+
+WRITES_ALL = SpeculativeReasoning(9.0, max_step_tokens=1, max_rejected=1000, judge="\nso ")
+
+
+def test_a_choice_that_reaches_its_kv_quota_fails_and_others_go_on() -> None:
+    """It ends a step with the last token for which the quota has room."""
+    backend = EndlessTarget(num_blocks=16)
+    llm, target, drafter = drafting_llm(Endless(), backend=backend, tenant_shares={"a": {"ceiling": 0.25}})
+    params = SamplingParams(max_tokens=20)
+    found = {
+        llm.submit(
+            [ONE] * 5 + [THINK], RequestOptions(params, tenant=tenant, speculative_reasoning=WRITES_ALL)
+        ): Completion.empty("", 1)
+        for tenant in ("a", "b")
+    }
+    while llm.has_work():
+        for delta in llm.step():
+            found[delta.request_id].add(delta)
+        check(llm, target, drafter)
+    first, second = found.values()
+    assert first.error is not None
+    assert "KV quota" in first.error
+    assert first.choices[0].finish_reason is FinishReason.ERROR
+    assert first.choices[0].token_ids == [ONE] * 10
+    assert second.choices[0].token_ids == [ONE] * 20
+
+
+def test_two_outputs_at_once_add_nothing_behind_a_step() -> None:
+    """As where a step in flight is waited for, say for another request's branch."""
+    rule, num_ended = SpeculativeReasoning(0.0, max_step_tokens=6, judge="\nso "), 0
+    for first in range(30, 60):
+        llm, target, drafter = drafting_llm(overlap=True)
+        options = RequestOptions(SamplingParams(max_tokens=24), speculative_reasoning=rule)
+        llm.submit([first, TWO, LINE, ONE], options)
+        found = Completion.empty("", 1)
+        while llm.has_work():
+            for delta in llm.step():
+                found.add(delta)
+            target.drain()
+            check(llm, target, drafter)
+        assert found.choices[0].token_ids == PlainLoop([first, TWO, LINE, ONE], rule, 24).answer
+        num_ended += found.choices[0].drafted is not None and found.choices[0].drafted.num_steps > 0
+        llm.close()
+    assert num_ended > 5
+
+
+def test_a_branch_shares_the_kv_of_what_writes_a_choice_now() -> None:
+    llm, target, drafter = drafting_llm(Endless(), backend=EndlessTarget())
+    rule = SpeculativeReasoning(9.0, max_step_tokens=2, max_rejected=1, judge="\nso ")
+    prompt = [ONE, TWO, THINK]
+    parent = llm.submit(prompt, RequestOptions(SamplingParams(max_tokens=40), speculative_reasoning=rule))
+    tokens = list(prompt)
+    while len(tokens) < 25:
+        for delta in llm.step():
+            tokens += delta.token_ids
+    branch = llm.submit(tokens, RequestOptions(SamplingParams(max_tokens=1), branch_of=(parent, 0)))
+    usage = None
+    while usage is None:
+        usage = next((delta.usage for delta in llm.step() if delta.request_id == branch), None)
+        check(llm, target, drafter)
+    assert usage.cached_tokens == len(tokens) - 1
+    llm.close()
+
+
+class ApproximateMuses(Muses, ApproximateMemory):
+    """Its engine allows approximate reuse."""
+
+
+def test_a_small_model_drafts_where_the_target_copies_kv() -> None:
+    llm, _, _ = drafting_llm(backend=ApproximateMuses(), recompute_tokens=1)
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    options = RequestOptions(params, speculative_reasoning=LONG, approximate_reuse=True)
+    [completion] = llm.generate([[ONE, THINK]], options)
+    assert completion.choices[0].drafted is not None
+    assert completion.choices[0].drafted.num_steps > 0
 
 
 def test_switched_off_the_target_writes_all() -> None:

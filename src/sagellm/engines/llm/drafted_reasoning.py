@@ -27,7 +27,7 @@ from sagellm.core.protocols.cot import (
 )
 from sagellm.core.protocols.engine import EngineCore
 from sagellm.core.protocols.tokenizer import TextTokenizer
-from sagellm.core.types import MAX_LOGPROBS, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.core.types import MAX_LOGPROBS, FinishReason, Request, RequestOutput, SamplingParams, Tokens
 from sagellm.engines.llm.accelerations import SPECULATIVE_REASONING
 from sagellm.engines.llm.completion import DraftedSteps
 from sagellm.engines.llm.probes import split_output
@@ -102,16 +102,17 @@ class DraftedReasoning:
         self.began_s = now_s
         if self.phase is DraftPhase.JUDGE:
             return self._judging()
-        params, room = self.request.params, self._rule.max_step_tokens
+        request, params, room = self.request, self.request.params, self._rule.max_step_tokens
         if self.phase is DraftPhase.DRAFT:
             self._step, self._is_closed, room = [], False, self._room
+            request = replace(request, approximate_reuse=False)  # the small model's engine copies no KV
             most = len(self._drawn) + room
             params = replace(
                 params, max_tokens=most, min_tokens=min(params.min_tokens, most), max_reasoning_tokens=None
             )
         self._bounds = StepBounds(room)
         return replace(
-            self.request, request_id=self.engine_id, params=params, generated=tuple(self._drawn), group=None
+            request, request_id=self.engine_id, params=params, generated=tuple(self._drawn), group=None
         )
 
     def take_written(self, output: RequestOutput) -> RequestOutput:
@@ -177,6 +178,14 @@ class DraftedReasoning:
         return RequestOutput(
             request.request_id, tuple(self._step), len(request.tokens), 0, num_output_tokens=len(self._drawn)
         )
+
+    def failed(self, error: RequestError) -> RequestOutput:
+        """The end of a choice that the engine does not go on with."""
+        request = self.request
+        return RequestOutput(
+            request.request_id, (), len(request.tokens), 0, len(self._drawn),
+            finish_reason=FinishReason.ERROR, error=str(error), error_status=error.status,
+        )  # fmt: skip
 
     @property
     def _room(self) -> int:
@@ -245,43 +254,48 @@ class ReasoningDrafts:
         """Whether `step` has something to do."""
         return self._drafter.has_work()
 
-    def step(self) -> None:
-        """One step of the small model, for all its drafts together."""
+    def step(self) -> list[RequestOutput]:
+        """One step of the small model, for all its drafts together. Returns the ends of choices that fail."""
+        failed: list[RequestOutput] = []
         if self._drafter.has_work():
             for output in self._drafter.step():
                 drafted = self._running.get(output.request_id)
                 if drafted is not None:
                     drafted.take_drafted(output)
                     if drafted.phase is not DraftPhase.DRAFT:
-                        self._go_on(drafted, self._drafter)
+                        failed += self._go_on(drafted, self._drafter)
         overdue_s = self._engine.clock.now() - MAX_DRAFT_S
         for drafted in [each for each in self._running.values() if each.phase is DraftPhase.DRAFT]:
             if drafted.began_s < overdue_s:
                 drafted.give_up_draft(for_good=False)
-                self._go_on(drafted, self._drafter)
+                failed += self._go_on(drafted, self._drafter)
+        return failed
 
     def through(self, output: RequestOutput) -> Iterator[RequestOutput]:
         """What choices may show after this output of the engine, perhaps of a judge."""
         drafted = self._running.get(output.request_id)
         if drafted is None:
-            yield output
+            if output.request_id not in self._open:  # else drawn behind the end of the choice's first step
+                yield output
         elif drafted.phase is DraftPhase.JUDGE:
             step = drafted.take_judged(output)
-            self._go_on(drafted, self._engine)
+            failed = self._go_on(drafted, self._engine)
             if step is not None:
                 yield step
+            yield from failed
         else:
-            shown = drafted.take_written(output)
+            shown, failed = drafted.take_written(output), []
             if drafted.phase is DraftPhase.DRAFT and shown.finish_reason is None:
-                self._go_on(drafted, self._engine)
+                failed = self._go_on(drafted, self._engine)
             yield shown
+            yield from failed
 
     def close(self, choice_id: str) -> None:
         """A choice has ended: end what runs for it, in either engine."""
         drafted = self._open.pop(choice_id, None)
         if drafted is None:
             return
-        del self._running[drafted.engine_id]
+        self._running.pop(drafted.engine_id, None)  # one that cannot go on has none
         self._engine.abort(drafted.engine_id)
         self._drafter.abort(drafted.engine_id)
         found = drafted.outcome
@@ -304,21 +318,24 @@ class ReasoningDrafts:
         if self._running != running:
             raise BookkeepingError(f"{sorted(self._running)} run for choices, not {sorted(running)}")
 
-    def _go_on(self, drafted: DraftedReasoning, from_engine: EngineCore) -> None:
-        """End the request that computes a choice, and start the next one."""
+    def _go_on(self, drafted: DraftedReasoning, from_engine: EngineCore) -> list[RequestOutput]:
+        """End the request that computes a choice, and start the next one.
+
+        Returns the end of a choice that cannot go on, such as one that has reached its KV quota.
+        """
         del self._running[drafted.engine_id]
         from_engine.abort(drafted.engine_id)
         while True:
             request = drafted.next_request(self._engine.clock.now())
             try:
                 (self._drafter if drafted.phase is DraftPhase.DRAFT else self._engine).add(request)
-            except RequestError:  # such as one that would not fit the model's context
+            except RequestError as error:  # such as one that would not fit the model's context
                 if drafted.phase is DraftPhase.DRAFT:
                     drafted.give_up_draft(for_good=True)
                 elif drafted.phase is DraftPhase.JUDGE:
                     drafted.take_judged(None)
                 else:
-                    raise
+                    return [drafted.failed(error)]
             else:
-                break
-        self._running[drafted.engine_id] = drafted
+                self._running[drafted.engine_id] = drafted
+                return []

@@ -266,11 +266,10 @@ class LLM:
     def step(self) -> list[TextDelta]:
         """Run one engine step; returns its deltas, after those that `stream` kept back."""
         deltas, self._undelivered = self._undelivered, []
-        if self._drafts is not None:
-            self._drafts.step()
+        failed = [] if self._drafts is None else self._drafts.step()
         outputs = self._engine.step() if self._engine.has_work() else ()
         voting: dict[str, OpenRequest] = {}
-        for output in self._shown(outputs):
+        for output in itertools.chain(failed, self._shown(outputs)):
             opened = self._by_engine_id.get(output.request_id)
             if opened is not None:
                 deltas.append(self._delta(opened, output))
@@ -444,11 +443,13 @@ class LLM:
             raise
 
     def _running(self, choice: tuple[str, int] | None) -> str | None:
-        """The engine's id of a request's choice, if that runs."""
+        """The engine's id of what computes a request's choice, if that runs."""
         request_id, index = choice or ("", 0)
-        names = list(self._open[request_id].streams) if request_id in self._open else []
-        engine_id = names[index] if index < len(names) else None
-        return engine_id if engine_id in self._by_engine_id else None
+        opened = self._open.get(request_id)
+        names = [] if opened is None else list(opened.streams)
+        if opened is None or index >= len(names) or names[index] not in self._by_engine_id:
+            return None
+        return opened.computing(names[index])
 
     def _start(self, opened: OpenRequest, request: Request) -> None:
         params = request.params

@@ -40,6 +40,11 @@ class OpenRequest:
     evicted: PromptSpan | None = None
     num_approximate_tokens: int = 0
 
+    def computing(self, engine_id: str) -> str:
+        """The engine request that computes a choice now; `engine_id` is the one that began it."""
+        steered = self.probed.get(engine_id) or self.drafted.get(engine_id)
+        return engine_id if steered is None else steered.engine_id
+
     @property
     def usage(self) -> Usage:
         generated = sum(stream.num_tokens for stream in self.streams.values())
