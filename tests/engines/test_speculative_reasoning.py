@@ -29,6 +29,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM, Completion, RequestOptions
 from sagellm.engines.llm.accelerations import SPECULATIVE_REASONING
 from sagellm.engines.llm.drafted_reasoning import MAX_DRAFT_S
+from sagellm.engines.llm.next_turns import NextTurn, NextTurns
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.speculation import Speculation
 from tests.approximate_memory import ApproximateMemory
@@ -316,6 +317,25 @@ def test_a_branch_shares_the_kv_of_what_writes_a_choice_now() -> None:
         usage = next((delta.usage for delta in llm.step() if delta.request_id == branch), None)
         check(llm, target, drafter)
     assert usage.cached_tokens == len(tokens) - 1
+    llm.close()
+
+
+def test_no_next_turn_is_computed_while_the_small_model_writes() -> None:
+    llm, target, drafter = drafting_llm(Endless())
+    turns = NextTurns(llm, target.clock)
+    params = SamplingParams(max_tokens=20)
+    llm.submit([ONE, THINK], RequestOptions(params, speculative_reasoning=LONG))
+    while not drafter.has_work():
+        llm.step()
+    assert not target.has_work()
+    tokens = Tokens([TWO] * 8)
+    turns.add(NextTurn(tokens, tokens, 0, RequestOptions(SamplingParams(max_tokens=0))))
+    turns.begin_chunk()
+    assert not target.has_work()
+    while llm.has_work():
+        llm.step()
+    turns.begin_chunk()
+    assert target.has_work()
     llm.close()
 
 

@@ -301,6 +301,11 @@ class LLM:
         drafts = self._drafts is not None and self._drafts.has_work()
         return bool(self._undelivered) or drafts or self._engine.has_work()
 
+    def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
+        """Whether what would compute a prompt, and the small model, have no request."""
+        drafts = self._drafts is not None and self._drafts.has_work()
+        return not drafts and self._engine.is_idle(tokens, namespace)
+
     def idle_s(self) -> float | None:
         """Seconds until there is work without a call; None: never."""
         return self._engine.idle_s()
@@ -446,10 +451,7 @@ class LLM:
         """The engine's id of what computes a request's choice, if that runs."""
         request_id, index = choice or ("", 0)
         opened = self._open.get(request_id)
-        names = [] if opened is None else list(opened.streams)
-        if opened is None or index >= len(names) or names[index] not in self._by_engine_id:
-            return None
-        return opened.computing(names[index])
+        return None if opened is None else opened.computing(index)
 
     def _start(self, opened: OpenRequest, request: Request) -> None:
         params = request.params

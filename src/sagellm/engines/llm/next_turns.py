@@ -141,7 +141,7 @@ class NextTurns:
         if not turns or self._running is not None:
             return
         turn = turns[self._num_looked_at % len(turns)]
-        if not self._llm.engine.is_idle(turn.tokens, Namespace(tenant=turn.options.tenant)):
+        if not self._llm.is_idle(turn.tokens, Namespace(tenant=turn.options.tenant)):
             self._num_looked_at += 1
             return
         stop = min(len(turn.tokens), turn.num_done + self._chunk_tokens)

@@ -40,10 +40,13 @@ class OpenRequest:
     evicted: PromptSpan | None = None
     num_approximate_tokens: int = 0
 
-    def computing(self, engine_id: str) -> str:
-        """The engine request that computes a choice now; `engine_id` is the one that began it."""
-        steered = self.probed.get(engine_id) or self.drafted.get(engine_id)
-        return engine_id if steered is None else steered.engine_id
+    def computing(self, index: int) -> str | None:
+        """What computes a choice now; None: it has ended or not begun."""
+        names = list(self.streams)
+        if index >= len(names) or self.streams[names[index]].finish_reason is not None:
+            return None
+        steered = self.probed.get(names[index]) or self.drafted.get(names[index])
+        return names[index] if steered is None else steered.engine_id
 
     @property
     def usage(self) -> Usage:
