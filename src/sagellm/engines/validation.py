@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 
@@ -106,7 +106,9 @@ def _check_length(request: Request, max_model_len: int, account_tokens: int) -> 
 def _check_generated(request: Request) -> None:
     """What another instance has generated must be a part of an answer."""
     num_generated, most = len(request.generated), request.params.max_tokens
-    for number, token_id in enumerate(request.generated, 1):
+    ends = {*request.eos_token_ids, *request.params.stop_token_ids}
+    may_end = request.scripted_output is not None or not ends.isdisjoint(request.generated)
+    for number, token_id in enumerate(request.generated if may_end else (), 1):
         if ends_with(request, token_id, number):
             raise RequestError(
                 f"generated: the answer ends with its token {number}, {token_id}, and {num_generated} are "
@@ -120,7 +122,9 @@ def _check_generated(request: Request) -> None:
         )
 
 
-def _check_ids(label: str, token_ids: Iterable[int], vocab_size: int, parameter: str) -> None:
+def _check_ids(label: str, token_ids: Collection[int], vocab_size: int, parameter: str) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -68,9 +68,10 @@ class DraftedReasoning:
         self._policy = policy
         self._reasoning = reasoning
         self._tokenizer = tokenizer
-        self._judge = tokenizer.encode(rule.judge, add_special_tokens=False)
+        self._judge = tokenizer.encode(rule.judge, add_special_tokens=False).slice(0)
         stops = request.params.stop_token_ids
         self._closing = {reasoning.start_id, reasoning.end_id, *request.eos_token_ids, *stops}
+        self._tokens = Tokens(request.tokens)  # with what is drawn
         self._drawn: list[int] = []
         self._has_begun = False
         self._bounds = StepBounds(rule.max_step_tokens)
@@ -199,13 +200,15 @@ class DraftedReasoning:
     def _judging(self) -> Request:
         """A judge's request: greedy, of the choice's tenant and class."""
         request, judge = self.request, self._judge
-        tokens = Tokens([*request.tokens.slice(0), *self._drawn, *self._step, *judge.slice(0)])
+        tokens = Tokens(self._tokens)
+        tokens.extend(self._step)
+        tokens.extend(judge)
         top, scored = (MAX_LOGPROBS, None) if len(judge) else (None, 0)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top, prompt_logprobs=scored)
         return Request(
             self.engine_id, tokens, params, arrival_s=request.arrival_s, priority=request.priority,
             namespace=request.namespace, service_class=request.service_class, client=request.client,
-            scored_from=0 if len(judge) else len(request.tokens) + len(self._drawn) - 1,
+            scored_from=0 if len(judge) else len(self._tokens) - 1,
         )  # fmt: skip
 
     def _score_of(self, output: RequestOutput) -> float | None:
@@ -219,6 +222,7 @@ class DraftedReasoning:
 
     def _push(self, token_id: int) -> None:
         self._drawn.append(token_id)
+        self._tokens.append(token_id)
         self._reasoning.push(token_id)
 
     def _ends_step(self, token_id: int) -> bool:
