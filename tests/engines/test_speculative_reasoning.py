@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,22 @@ def test_a_draft_that_takes_too_long_is_dropped() -> None:
     llm.step()
     check(llm, target, drafter)
     assert target.has_work()
+
+
+def test_dropped_drafts_count_as_rejected() -> None:
+    clock = ManualClock()
+    llm, target, drafter = drafting_llm(Endless(), clock, backend=EndlessTarget())
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    rule = replace(LONG, max_step_tokens=8, max_rejected=2)
+    llm.submit([ONE, THINK], RequestOptions(params, speculative_reasoning=rule))
+    num_dropped = 0
+    while llm.has_work():
+        llm.step()
+        check(llm, target, drafter)
+        if drafter.has_work():
+            num_dropped += 1
+            clock.advance(MAX_DRAFT_S + 1)
+    assert num_dropped == 2, "then the served model writes the rest"
 
 
 def test_a_small_model_with_a_short_context_leaves_the_rest_to_the_target() -> None:

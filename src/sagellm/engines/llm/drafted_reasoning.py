@@ -102,7 +102,7 @@ class DraftedReasoning:
         self.engine_id = f"{self.request.request_id}#{self.phase.value}{self._num_requests}"
         self.began_s = now_s
         if self.phase is DraftPhase.JUDGE:
-            return self._judging()
+            return self._judging(now_s)
         request, params, room = self.request, self.request.params, self._rule.max_step_tokens
         if self.phase is DraftPhase.DRAFT:
             self._step, self._is_closed, room = [], False, self._room
@@ -146,16 +146,16 @@ class DraftedReasoning:
             if self._bounds.push(self._tokenizer.token_bytes(token_id)):
                 has_ended = True
                 break
-        if has_ended:
+        if has_ended and not self._step and not self._is_closed:  # it has failed
+            self.take_judged(None)
+        elif has_ended:
             self.phase = DraftPhase.JUDGE if self._step else DraftPhase.WRITE
 
-    def give_up_draft(self, *, for_good: bool) -> None:
-        """Leave the step to the served model, or all that follow."""
-        self._step = []
-        self.phase = DraftPhase.REST if for_good else DraftPhase.WRITE
-
     def take_judged(self, output: RequestOutput | None) -> RequestOutput | None:
-        """Take in a judgement; None: there can be none. Returns an accepted step."""
+        """Take in a judgement; None: there is none, since the draft or the judge has failed.
+
+        Returns an accepted step.
+        """
         score: float | None = None
         if output is not None:
             self._num_judge_tokens += output.num_prompt_tokens - output.num_cached_tokens + 1
@@ -197,7 +197,7 @@ class DraftedReasoning:
         budget = params.max_reasoning_tokens
         return room if budget is None else min(room, budget - self._reasoning.num_tokens)
 
-    def _judging(self) -> Request:
+    def _judging(self, now_s: float) -> Request:
         """A judge's request: greedy, of the choice's tenant and class."""
         request, judge = self.request, self._judge
         tokens = Tokens(self._tokens)
@@ -206,7 +206,7 @@ class DraftedReasoning:
         top, scored = (MAX_LOGPROBS, None) if len(judge) else (None, 0)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top, prompt_logprobs=scored)
         return Request(
-            self.engine_id, tokens, params, arrival_s=request.arrival_s, priority=request.priority,
+            self.engine_id, tokens, params, arrival_s=now_s, priority=request.priority,
             namespace=request.namespace, service_class=request.service_class, client=request.client,
             scored_from=0 if len(judge) else len(self._tokens) - 1,
         )  # fmt: skip
@@ -271,7 +271,7 @@ class ReasoningDrafts:
         overdue_s = self._engine.clock.now() - MAX_DRAFT_S
         for drafted in [each for each in self._running.values() if each.phase is DraftPhase.DRAFT]:
             if drafted.began_s < overdue_s:
-                drafted.give_up_draft(for_good=False)
+                drafted.take_judged(None)
                 failed += self._go_on(drafted, self._drafter)
         return failed
 
@@ -335,7 +335,7 @@ class ReasoningDrafts:
                 (self._drafter if drafted.phase is DraftPhase.DRAFT else self._engine).add(request)
             except RequestError as error:  # such as one that would not fit the model's context
                 if drafted.phase is DraftPhase.DRAFT:
-                    drafted.give_up_draft(for_good=True)
+                    drafted.phase = DraftPhase.REST
                 elif drafted.phase is DraftPhase.JUDGE:
                     drafted.take_judged(None)
                 else:
