@@ -12,6 +12,7 @@ import pytest
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
 from sagellm.core.types import RequestStatus
+from sagellm.engines import kv_waits
 from sagellm.engines.kv_waits import MOST_LOADED_BLOCKS, KVWaits
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -34,7 +35,7 @@ class Tiers:
         self.loads: Any = self
         self.arrivals, self.num_blocks = self, 0
 
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
+    def bring_up(self, state: RequestState, **options: object) -> TierLookup:
         if state.request_id in self.whole:
             return TierLookup.MISS
         if self.loading:
@@ -278,6 +279,47 @@ def test_loads_that_end_together_are_taken_in_one_by_one_while_nothing_runs(
     answers["a"] = [*output.new_token_ids, *answers["a"]]
     assert answers == {name: expected_tokens(backend, prompt, 4) for name, prompt in prompts.items()}
     assert not engine.has_work()
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loads_of_requests_that_would_be_admitted_begin_in_steps_of_their_own(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without KV in a tier runs at once."""
+    monkeypatch.setattr(kv_waits, "MOST_LOADED_BLOCKS", 1)
+    backend = TokenMemoryBackend(num_blocks=24)
+    engine = fake_engine(backend, eviction="lru", host_blocks=100, overlap=overlap, max_batched_tokens=64)
+    prompts = {str(first): range(first, first + 9) for first in (0, 10, 20)}
+    olds = [request(f"old {name}", tokens, 1) for name, tokens in prompts.items()]
+    serve(engine, *olds, request("filler", range(3, 97), 1))
+    prompts = {name: tokens for name, tokens in prompts.items() if not resident(engine, tokens)}
+    assert len(prompts) == 3
+    hierarchy: Any = engine.kv.tiers
+    begin, num_begun, most_begun = hierarchy._begin_load, 0, 0
+
+    def begin_load(*given: Any, **named: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        begin(*given, **named)
+
+    monkeypatch.setattr(hierarchy, "_begin_load", begin_load)
+    engine.add(request("runs", range(50, 53), 20))
+    engine.step()
+    prompts["new"] = range(70, 75)
+    for name, tokens in prompts.items():
+        engine.add(request(name, tokens, 4))
+    answers: dict[str, list[int]] = {}
+    while engine.has_work():
+        before = num_begun
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+        most_begun = max(most_begun, num_begun - before)
+        check_books(engine)
+    assert engine.diagnostics().num_kv_waits == 3, "the new one did not wait"
+    assert (num_begun, most_begun) == (3, 1)
+    for name, tokens in prompts.items():
+        assert answers[name] == expected_tokens(backend, tokens, 4)
     engine.close()
 
 

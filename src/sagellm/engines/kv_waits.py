@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 
 from sagellm.core.binding import Binding
@@ -17,7 +18,8 @@ what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 MOST_LOADED_BLOCKS = 2048
-"""Blocks whose loads begin in one step, for the same reason; a larger load begins alone."""
+"""Blocks whose loads begin in one step, for the same reason; a larger load begins alone. Requests that would
+be admitted in this step are put off then, if tiers have KV for them."""
 
 
 class KVWaits:
@@ -44,6 +46,8 @@ class KVWaits:
         self._coming: dict[str, RequestState] = {}
         self._tails: dict[str, RequestState] = {}
         self._num_loads: Counter[str] = Counter()
+        self._most_blocks = math.inf
+        """Of all arrivals together: with as many, no more loads begin in this step."""
         self.num_waits = self.num_tails = 0
 
     def add(self, state: RequestState) -> None:
@@ -87,15 +91,19 @@ class KVWaits:
             return
         if start:
             self._tiers.start_loads()
+        self._most_blocks = self._tiers.arrivals.num_blocks + MOST_LOADED_BLOCKS
         late, self._to_split = self._to_split, []
         for state in late:
             self._ask(state, start=start, splits=False)
-        arrivals = self._tiers.arrivals
-        most_blocks = arrivals.num_blocks + MOST_LOADED_BLOCKS
         for _ in range(min(MAX_ASKED, len(self._to_ask))):
-            if arrivals.num_blocks >= most_blocks:
+            if not self._may_begin:
                 break
             self._ask(self._to_ask.popleft(), start=start)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether one more load may begin in this step."""
+        return self._tiers.arrivals.num_blocks < self._most_blocks
 
     def hold_back(self, binding: Binding, *, start: bool) -> bool:
         """Ask tiers for the requests that a draft admits; returns whether to plan again.
@@ -116,18 +124,21 @@ class KVWaits:
         """Ask tiers for one request. SPLIT: its tail is loaded, or may be in the next step."""
         if state.status not in WAITING or state.request_id in self._tails:  # it runs, will, or has ended
             return TierLookup.MISS
-        outcome = TierLookup.MISS
+        if state.request_id in self._coming:  # it was asked for when it was to be admitted
+            return TierLookup.HIT_PENDING
+        outcome, may_begin = TierLookup.MISS, self._may_begin
         if self._num_loads[state.request_id] < MAX_LOADS:
             splits = splits and self._is_alone(state)
-            outcome = self._loads.bring_up(state, start=start, admits=admits, splits=splits)
+            options = {"admits": admits, "splits": splits, "may_begin": may_begin}
+            outcome = self._loads.bring_up(state, start=start, **options)
         if outcome is TierLookup.SPLIT and not self._split(state, start=start, admits=admits):
             return self._ask(state, start=start, admits=admits, splits=False)
         comes = outcome is TierLookup.HIT_PENDING
         if comes:
             self._num_loads[state.request_id] += 1
             self._coming[state.request_id] = state
-        elif outcome is TierLookup.RETRY and self._coming:
-            self._no_room.append(state)
+        elif outcome is TierLookup.RETRY and (self._coming or not may_begin):
+            (self._no_room if may_begin else self._to_ask).append(state)
             comes = True
         if comes and state.status is RequestStatus.WAITING:
             self._table.wait_for_kv(state)

@@ -28,16 +28,19 @@ class TierLoads:
         self._tiers, self._index, self._tables = tiers, index, tables
         self._quotes, self._quota, self._namespace_of = quotes, quota, namespace_of
 
-    def bring_up(self, state: RequestState, *, start: bool, admits: bool, splits: bool = False) -> TierLookup:
+    def bring_up(
+        self, state: RequestState, *, start: bool, admits: bool, splits: bool = False, may_begin: bool = True
+    ) -> TierLookup:
         """Bring up what tiers have of a waiting request's tokens; see `KVTiers.request`.
 
         `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
-        beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster.
+        beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster. Without
+        `may_begin` RETRY stands for every load that would begin.
         """
         left = self._quotes.left_beside(state) if splits or not admits else 0
         return self._tiers.request(
-            *self._path_of(state), start=start, has_room=admits or left >= 0, asks=not admits,
-            tail_blocks=max(0, left) if splits else 0,
+            *self._path_of(state), start=start, has_room=may_begin and (admits or left >= 0),
+            asks=not admits, tail_blocks=max(0, left) if splits else 0,
         )  # fmt: skip
 
     def bring_up_tail(self, state: RequestState) -> int | None:
