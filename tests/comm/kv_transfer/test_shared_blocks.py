@@ -14,7 +14,7 @@ import pytest
 
 from sagellm.comm.kv_transfer import blocks
 from sagellm.comm.kv_transfer.options import ChannelOptions
-from sagellm.comm.kv_transfer.transports import _slots
+from sagellm.comm.kv_transfer.transports import _slots, shared_memory
 from sagellm.comm.kv_transfer.transports._connection import MAPPED, OutFrame, frame
 from sagellm.comm.kv_transfer.transports.shared_memory import MappedPart, SharedMemoryTransport
 from sagellm.core.protocols.kv_transfer import Message, TransferStatus
@@ -120,6 +120,23 @@ def test_other_layouts_go_through_slots(stack: ExitStack) -> None:
     assert finish(source, source.send(tokens, "c"), target).status is DONE
     until(lambda: target.received, source, target)
     target.check(tokens)
+
+
+def test_a_receiver_without_address_space_takes_chunks_from_slots(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any) -> memoryview:
+        raise OSError("told to")
+
+    monkeypatch.setattr(shared_memory, "mapped_to_read", refuse)
+    source, target = pair(stack)
+    tokens = prompt(1, BLOCKS)
+    source.compute(tokens)
+    assert finish(source, source.send(tokens, "b"), target).status is DONE
+    until(lambda: target.received, source, target)
+    target.check(tokens)
+    assert "by two copies, not one: told to" in caplog.text
+    assert not transport_of(source)._reads
 
 
 def test_blocks_that_change_before_they_are_read_do_not_verify(stack: ExitStack) -> None:

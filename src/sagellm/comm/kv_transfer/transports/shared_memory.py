@@ -1,14 +1,16 @@
 """`SharedMemoryTransport`: instances on one host. Payloads lie in memory that both map.
 
-The side that connects makes slots of one chunk each and sends their file descriptor with its proof of the
-key. A chunk is made in a slot, and its receiver copies it from there into blocks; messages go over a Unix
-socket.
+The side that connects sends chunks. Blocks of a pool that others may map are copied from where they lie;
+their descriptor is sent once the peer has proved to have the key. For other blocks it makes slots of one
+chunk each, whose descriptor goes with its own proof: a chunk is made in a slot, and its receiver copies it
+from there into blocks. Messages go over a Unix socket.
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import secrets
@@ -36,12 +38,15 @@ from sagellm.core.errors import ConfigError, KVDataError
 from sagellm.core.protocols.kv_transfer import Message
 from sagellm.core.shared_pages import SharedPages, mapped_to_read
 
+log = logging.getLogger("sagellm.kv_transfer")
 MAX_SHARED_BYTES = 1 << 37
 """Of a link. Memory is taken as slots are used."""
 MAX_MAPPED_BYTES = 1 << 44
 """Of the blocks of a peer, which take address space and no memory here."""
+IS_MAPPED = 252
+"""A message of this transport: the receiver has mapped the sender's blocks."""
 READ = 253
-"""A message of this transport: the head has the numbers of messages whose chunks were read."""
+"""As that one: the head has the numbers of messages whose chunks were read."""
 _READ, _PART = struct.Struct("<Q"), struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("iII")
 """The process, user and group of a peer."""
@@ -60,7 +65,8 @@ class SharedMemoryTransport(SlotTransport):
     """Implements `TransportEngine`. `key`: the same on all instances, at least 16 bytes.
 
     Blocks in `SharedPages` are read where they lie, by one copy, which the receiver makes: it maps them when
-    it is connected, and cannot write there. Other chunks go through slots, of which a link has `num_slots`.
+    it is connected, and cannot write there. Other chunks go through slots, of which a link has `num_slots`;
+    so do all, if the receiver has no address space for the blocks.
 
     Instances run on one host, in one network namespace, as one user: the socket has a random name in Linux's
     abstract namespace, so a process that is killed leaves nothing behind, and peers of other users, but for
@@ -77,6 +83,8 @@ class SharedMemoryTransport(SlotTransport):
         self._numbers = itertools.count(1)
         self._reads: dict[int, dict[int, int]] = {}
         """By link, messages whose chunks the peer may still read where they lie: number and token."""
+        self._readers: set[int] = set()
+        """Links whose peers have mapped our pages."""
         self._maps: dict[int, memoryview] = {}
         """By link, the pages of the peer."""
         self._taken: dict[int, tuple[PeerSocket, list[int]]] = {}
@@ -194,21 +202,26 @@ class SharedMemoryTransport(SlotTransport):
                 fd = connection.fds.pop()
                 try:
                     self._maps[connection.link] = mapped_to_read(fd, MAX_MAPPED_BYTES)
+                except OSError as error:
+                    log.warning("KV comes from an instance of this host by two copies, not one: %s", error)
                 finally:
                     os.close(fd)
             super(SharedMemoryTransport, self)._open(connection)
+            if connection.link in self._maps:
+                self._post(connection.link, Message(IS_MAPPED, b""))
 
         connection.expect([memoryview(bytearray(1))], shared)
 
     def reserve(
         self, link: int, num_bytes: int, count: int = 1, *, is_registered: bool = False
     ) -> Sequence[memoryview] | None:
-        if is_registered and self._pages is not None:
+        if is_registered and link in self._readers:
             return None
         return super().reserve(link, num_bytes, count)
 
     def _framed(self, connection: PeerSocket, message: Message) -> OutFrame:
-        payload = [memoryview(part).cast("B") for part in message.payload] if message.is_chunk else []
+        is_read = message.is_chunk and connection.link in self._readers
+        payload = [memoryview(part).cast("B") for part in message.payload] if is_read else []
         parts = self._parts_of(payload)
         room = (MAX_HEAD_BYTES - len(message.head) - _READ.size) // _PART.size
         if not parts or len(parts) > room:
@@ -235,6 +248,9 @@ class SharedMemoryTransport(SlotTransport):
         return found
 
     def _take_message(self, connection: PeerSocket, message: Message) -> None:
+        if message.kind == IS_MAPPED and connection.is_ours:
+            self._readers.add(connection.link)
+            return
         if message.kind != READ:
             super()._take_message(connection, message)
             return
@@ -282,6 +298,7 @@ class SharedMemoryTransport(SlotTransport):
 
     def _forget(self, connection: PeerSocket) -> list[int]:
         self._maps.pop(connection.link, None)
+        self._readers.discard(connection.link)
         return super()._forget(connection) + list(self._reads.pop(connection.link, {}).values())
 
 
