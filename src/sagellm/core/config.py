@@ -114,10 +114,10 @@ class KVConfig(Section):
     )
     index: Word = key("radix", "prefix index")
     pool: Word = key("free_list", "block pool")
-    share_pool: bool = key(
-        False,
-        "other instances of this host read KV where it lies, by one copy, of a pool on a CPU; a fleet on one "
-        "host sets it",
+    share_pool: bool | None = key(
+        None,
+        "other instances of this host read KV where it lies, by one copy, of a pool on a CPU, which has no "
+        "huge pages then; default: in a fleet on one host",
     )
     eviction: Word = key("adaptive", "eviction policy")
     eviction_options: dict[str, Any] = key({}, "options of that policy")

@@ -28,7 +28,7 @@ class Section(BaseModel):
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true for a number and 1 for a boolean, which pydantic would accept."""
-        wants_bool = cls.model_fields[info.field_name or ""].annotation is bool
+        wants_bool = cls.model_fields[info.field_name or ""].annotation in (bool, bool | None)
         if isinstance(value, (int, float)) and isinstance(value, bool) != wants_bool:
             raise ValueError("should be true or false" if wants_bool else "should not be true or false")
         return value

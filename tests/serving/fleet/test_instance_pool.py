@@ -14,15 +14,21 @@ from tests.tiny_models import save_tiny
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
-@pytest.mark.parametrize("host", ["", "127.0.0.1"])
-def test_a_pool_is_shared_where_the_fleet_is_on_one_host(host: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "asked", "is_shared"),
+    [("", None, True), ("", False, False), ("127.0.0.1", None, False), ("127.0.0.1", True, True)],
+)
+def test_a_pool_is_shared_where_the_fleet_is_on_one_host(
+    host: str, asked: bool | None, is_shared: bool, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, "llama")
-    config = {"model": {"name": str(tmp_path)}, "kv": {"num_blocks": 8}, "engine": {"threads": 1}}
+    kv = {"num_blocks": 8, "share_pool": asked}
+    config = {"model": {"name": str(tmp_path)}, "kv": kv, "engine": {"threads": 1}}
     options: dict[str, Any] = {"name": "a", "kind": "general", "endpoint": "tcp://127.0.0.1:*"}
     server = instance_server(options | {"key": secrets.token_hex(32), "config": config, "host": host})
     try:
         memory = server.engine.backend.kv_bytes()  # type: ignore[attr-defined]
-        assert (memory.shared_pages is None) == bool(host)
+        assert (memory.shared_pages is not None) == is_shared
     finally:
         server.close()
         if server.hand_overs is not None:

@@ -103,7 +103,7 @@ def _backend_options(
         "cuda_kernels": triton_kernels if config.engine.kernels == "auto" else None,
         "split_kv": splits_kv(config),
         "capture": cuda_capture if config.engine.recorded_steps else None,
-        "share_kv": config.kv.share_pool,
+        "share_kv": bool(config.kv.share_pool),
         "synthetic_draws": config.speculative.method == "synthetic",
         **_held_as(config),
     }

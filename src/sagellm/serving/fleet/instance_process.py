@@ -64,7 +64,7 @@ def instance_server(options: Mapping[str, Any]) -> InstanceServer:
     its KV is reached by TCP; empty: by shared memory, from this host alone.
     """
     name, key, config = options["name"], FleetKey(options["key"]), Config.model_validate(options["config"])
-    if not options.get("host"):
+    if not options.get("host") and config.kv.share_pool is None:
         config = config.model_copy(update={"kv": config.kv.model_copy(update={"share_pool": True})})
     events, publisher = EventBus(), None
     if config.events.endpoint is not None:  # first: a port that is taken is told before a model is loaded
