@@ -106,10 +106,26 @@ void store_past_cache(char* target, Lanes data) {
 
 enum class Write { NOTHING, CACHED, PAST_CACHE };
 
+// Keeps the compiler from reading the source twice, once to copy and once to hash: another process may write
+// there meanwhile, and the checksum is of what was copied.
+Lanes once(Lanes data) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(data));
+#elif defined(__AVX2__)
+  __m256i halves[2];
+  std::memcpy(halves, &data, sizeof data);
+  asm volatile("" : "+x"(halves[0]), "+x"(halves[1]));
+  std::memcpy(&data, halves, sizeof data);
+#else
+  asm volatile("" : "+m"(data));
+#endif
+  return data;
+}
+
 template <Write write>
 Lanes taken(const char* source, char* target) {
   __builtin_prefetch(source + AHEAD);
-  const Lanes data = at<Lanes>(source);
+  const Lanes data = write == Write::NOTHING ? at<Lanes>(source) : once(at<Lanes>(source));
   if constexpr (write == Write::PAST_CACHE) {
     store_past_cache(target, data);
   } else if constexpr (write == Write::CACHED) {
