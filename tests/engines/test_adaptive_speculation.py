@@ -155,6 +155,96 @@ def test_behind_a_step_with_chains_nothing_is_planned_ahead(
     engine.close()
 
 
+class MostlyKnowing(Slow):
+    """Knows what one request draws; each tenth call finds nothing. Takes a tenth of a step."""
+
+    def propose_one(self, request: Request, tokens: Tokens, num_tokens: int) -> Proposal:
+        self.num_calls += 1
+        self.clock.advance(0.001)
+        if request.request_id != "long" or self.num_calls % 10 == 0:
+            return Proposal()
+        return OftenRight.propose_one(self, request, tokens, num_tokens)
+
+
+def test_prompts_in_each_step_do_not_keep_a_slow_proposer_from_being_asked() -> None:
+    """Steps with prompts are not those that chains are compared with: that none was plain changes nothing."""
+    right, clock = expected_tokens(TokenMemoryBackend(max_model_len=640), range(5), 300), ManualClock()
+    proposer = MostlyKnowing(clock, right, 0.0)
+    speculation = Speculation(proposer, 1, ChainLengths(), clock)
+    backend = TimedMemory(clock, 0.01, 0.0)
+    engine = fake_engine(backend, speculation=speculation, clock=clock, overlap=True)
+    engine.add(request("long", range(5), 300))
+    num_steps = 0
+    while engine.find("long") is not None:
+        engine.add(request(f"short {num_steps}", range(10, 20), 1))
+        engine.step()
+        num_steps += 1
+    assert proposer.num_calls > 0.9 * num_steps
+    run_all(engine)
+    engine.close()
+
+
+def test_prompts_alone_are_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposer is asked about requests in decode: it waits for no prompt."""
+    ahead: list[bool] = []
+    plan_ahead = Planner.plan_ahead
+
+    def noted(planner: Planner, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
+        planned = plan_ahead(planner, in_flight, view)
+        ahead.append(planned is not None)
+        return planned
+
+    monkeypatch.setattr(Planner, "plan_ahead", noted)
+    speculation = Speculation(OftenRight(64, [], 0.0), 4)
+    engine = fake_engine(speculation=speculation, max_batched_tokens=16, overlap=True)
+    engine.add(request("a", range(64), 2))
+    run_all(engine)
+    assert ahead[:4] == [True, True, True, False], "the last chunk draws a token, which the proposer sees"
+    engine.close()
+
+
+class FailsOnce(TimedMemory):
+    """The first step with chains fails."""
+
+    has_failed = False
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        if plan.chains and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("no chains")
+        return super().execute(plan)
+
+
+def test_the_proposal_of_a_step_that_fails_counts_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps behind it ask nobody, until each request has taken one alone."""
+    right, clock = expected_tokens(TokenMemoryBackend(max_model_len=640), range(5), 60), ManualClock()
+    proposer, lengths = Slow(clock, right, 0.0), ChainLengths()
+    backend = FailsOnce(clock, 0.01, 0.0)
+    gave, took = list[int](), list[float]()
+    step_took = lengths.step_took
+
+    def noted(num_rows: int, num_prompt_tokens: int, num_proposed: int, seconds: float) -> None:
+        took.append(seconds)
+        step_took(num_rows, num_prompt_tokens, num_proposed, seconds)
+
+    monkeypatch.setattr(lengths, "step_took", noted)
+    monkeypatch.setattr(lengths, "asking_gave", lambda num_rows, *_: gave.append(num_rows))
+    engine = fake_engine(backend, speculation=Speculation(proposer, 4, lengths, clock), clock=clock)
+    for name in "ab":
+        engine.add(request(name, range(5), 60))
+    calls = 0
+    while not backend.has_failed:
+        calls = proposer.num_calls
+        engine.step()
+    observed = len(gave)
+    for _ in range(2):
+        engine.step()
+    assert proposer.num_calls == calls + 2, "asked about both, in the step that has failed"
+    assert len(gave) == observed
+    assert took[-2:] == pytest.approx([0.01, 0.01])
+    assert run_all(engine).keys() == {"a", "b"}
+
+
 def test_counts_are_by_position() -> None:
     right = expected_tokens(TokenMemoryBackend(), range(5), 40)
     speculation = Speculation(OftenRight(5, right, 0.0), 3, ChainLengths(), ManualClock())

@@ -201,9 +201,7 @@ class Planner:
         """
         draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
-        speculation, num_rows = self._speculation, len(table.decodes)
-        asks = speculation is not None and speculation.is_on and speculation.should_ask(num_rows)
-        if self._kv.window is not None or ends_shared or asks or draft.proposals:
+        if self._kv.window is not None or ends_shared or draft.proposals or self._asks_behind(in_flight):
             return None
         in_flight.drop_finished(table.decodes)
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices
@@ -227,6 +225,17 @@ class Planner:
                 self.discard(binding)
                 return None
             return PlannedStep.of(binding, plan, table.decodes)
+
+    def _asks_behind(self, in_flight: InFlightStep) -> bool:
+        """Whether a proposer is asked behind the step in flight.
+
+        What prompts the next step has is not known yet. There are likely some if this one has.
+        """
+        speculation, chunks = self._speculation, in_flight.binding.draft.chunks.values()
+        num_rows = len(self._table.decodes) + sum(chunk.samples for chunk in chunks)
+        if speculation is None or not speculation.is_on or not num_rows:
+            return False
+        return speculation.should_ask(num_rows, in_flight.plan.num_prefill_tokens)
 
     def _run_passes(self, binding: Binding, view: SchedulingView, *, may_bind_early: bool) -> None:
         self._bindable_early = binding if may_bind_early else None

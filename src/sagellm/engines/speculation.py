@@ -43,6 +43,8 @@ class Speculation:
         """What keeping hidden states has taken since the last call of the proposer."""
         self._has_asked = False
         """Whether the step has asked the proposer, and how long that took."""
+        self._draft: Draft | None = None
+        """The step that these two are of. One that fails is not observed."""
         self._trees: dict[int, Proposal] = {}
         """By row, the trees of the step."""
         self._proposer, self._lengths, self._clock = proposer, lengths, clock or MonotonicClock()
@@ -59,7 +61,7 @@ class Speculation:
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(tuple(self._proposed), tuple(self._accepted), self._saved_s)
 
-    def should_ask(self, num_rows: int, num_prompt_tokens: int = 0) -> bool:
+    def should_ask(self, num_rows: int, num_prompt_tokens: int) -> bool:
         """Whether to propose anything in a step of so many requests in decode. Proposals have not paid else.
 
         The step may be planned ahead then.
@@ -80,7 +82,7 @@ class Speculation:
         """
         draft = binding.draft
         self._trees.clear()
-        self._proposing_s, self._has_asked = 0.0, False
+        self._draft, self._proposing_s, self._has_asked = draft, 0.0, False
         num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks.values())
         num_rows = len(decodes) or len(draft.chunks)
         if not self.should_ask(num_rows, num_prompt_tokens):
@@ -157,6 +159,8 @@ class Speculation:
     def observe(self, draft: Draft, plan: ExecutionPlan, result: StepResult, took_s: float) -> None:
         """The step has been planned and executed, which took so long. Comes before its commit, while all its
         requests are in their rows."""
+        if self._draft is not draft:  # planned ahead, or behind a failure: nothing was asked
+            self._proposing_s, self._has_asked = 0.0, False
         spent_s = took_s - self._proposing_s
         if self._lengths is not None:
             num_rows, num_proposed = len(plan.decode_rows), plan.num_proposed_tokens
