@@ -152,9 +152,9 @@ class DraftedReasoning:
             self.phase = DraftPhase.JUDGE if self._step else DraftPhase.WRITE
 
     def take_judged(self, output: RequestOutput | None) -> RequestOutput | None:
-        """Take in a judgement; None: there is none, since the draft or the judge has failed.
+        """Take in a judgement; returns an accepted step.
 
-        Returns an accepted step.
+        None: there is none, since the draft or the judge has failed.
         """
         score: float | None = None
         if output is not None:

@@ -36,6 +36,7 @@ class SelfDraftingBackend(NativeBackend):
             "kv_memory_bytes": None,
             "kv_memory_fraction": None,
             "host_memory_bytes": 0,
+            "share_kv": False,
             "measure_prefill": False,
             "progress": None,
         }
