@@ -285,6 +285,23 @@ def test_a_slow_proposer_that_does_not_pay_is_seldom_asked() -> None:
     assert lengths.pays(4), "four rows were never asked about"
 
 
+def test_what_only_first_steps_of_a_size_take_is_no_loss() -> None:
+    """They record or compile: with each new length once, and then chains pay."""
+    lengths, plain_s = ChainLengths(), flat(1)
+    for _ in range(10):
+        lengths.step_took(1, 0, 0, plain_s)
+    for length in range(1, 9):
+        lengths.proposing_took(length, plain_s)
+        lengths.step_took(1, 0, length, 50 * plain_s)
+        lengths.asking_gave(1, 0, length, 51 * plain_s)
+    assert lengths.pays(1)
+    for length in range(1, 9):
+        lengths.proposing_took(length, plain_s)
+        lengths.step_took(1, 0, length, 50 * plain_s)
+        lengths.asking_gave(1, 0, length, 51 * plain_s)
+    assert not lengths.pays(1), "the second time it is no recording"
+
+
 def test_a_slow_proposer_that_pays_again_is_asked_again() -> None:
     lengths = ChainLengths()
     asked(lengths, 600, 1, 0)

@@ -75,6 +75,10 @@ class MeasuredTimes:
         self._ratios: list[float] = []
         """By class with enough samples, their mean size, which follows, and ratio to the level."""
 
+    def has_begun(self, num_positions: int) -> bool:
+        """Whether the first step of this size is over, which may have recorded or compiled something."""
+        return _size_class(num_positions) in self._begun
+
     def observe(self, num_positions: int, seconds: float) -> None:
         """Ignores what took no time, as with a scripted clock.
 
@@ -229,6 +233,8 @@ class ChainLengths:
         """By power of two of the rows, what a slow proposer has gained."""
         self._is_trial = False
         """Whether a slow proposer is asked though it does not pay."""
+        self._is_first = False
+        """Whether the step, or the proposer's call for it, was the first of its size."""
         self._has_estimates = False
         self._plain: dict[int, tuple[int, int]] = {}
         """Of steps without chains and prompts, by power of two of their rows: how many, and the last one."""
@@ -237,7 +243,9 @@ class ChainLengths:
         """Learn from an executed step: its positions are the sum of the three numbers."""
         self._num_steps += 1
         self._spent_s += seconds
-        self.times.observe(num_rows + num_prompt_tokens + num_proposed, seconds)
+        num_positions = num_rows + num_prompt_tokens + num_proposed
+        self._is_first |= not self.times.has_begun(num_positions)
+        self.times.observe(num_positions, seconds)
         if not num_prompt_tokens and not num_proposed:
             num_before, _ = self._plain.get(num_rows.bit_length(), (0, 0))
             self._plain[num_rows.bit_length()] = num_before + 1, self._num_steps
@@ -273,8 +281,12 @@ class ChainLengths:
     def asking_gave(self, num_rows: int, num_prompt_tokens: int, num_accepted: int, spent_s: float) -> None:
         """A step has accepted so many proposed tokens.
 
-        `spent_s`: what it has taken, with all that was done for proposals.
+        `spent_s`: what it has taken, with all that was done for proposals. Steps of a size that was never
+        computed are left out: they may record or compile what later ones reuse.
         """
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            return
         num_others = num_rows + num_prompt_tokens
         plain_s = self.times.seconds(num_others)
         gained_s = plain_s * (1 + num_accepted / num_others) - spent_s
@@ -296,6 +308,7 @@ class ChainLengths:
 
     def proposing_took(self, num_tokens: int, seconds: float) -> None:
         """The proposer has taken so long. `num_tokens`: of its longest proposal, perhaps none."""
+        self._is_first = not self.proposing.has_begun(max(1, num_tokens))
         self.proposing.observe(max(1, num_tokens), seconds)
         self._is_quick = self.proposing.seconds(1) < QUICK * self.times.seconds(1)
 
