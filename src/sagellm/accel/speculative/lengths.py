@@ -76,7 +76,7 @@ class MeasuredTimes:
         """By class with enough samples, their mean size, which follows, and ratio to the level."""
 
     def has_begun(self, num_positions: int) -> bool:
-        """Whether the first step of this size is over, which may have recorded or compiled something."""
+        """Whether the first step of this size is over; it may record or compile."""
         return _size_class(num_positions) in self._begun
 
     def observe(self, num_positions: int, seconds: float) -> None:
