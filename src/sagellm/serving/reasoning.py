@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -109,6 +110,22 @@ class SpeculativeReasoningFields(BaseModel):
 
     def rule(self) -> SpeculativeReasoning:
         return SpeculativeReasoning(self.threshold, self.max_step_tokens, self.max_rejected, self.judge)
+
+
+Rule = TypeVar("Rule", covariant=True)
+
+
+class RuleFields(Protocol[Rule]):
+    """The fields of a rule, which all have defaults."""
+
+    def rule(self) -> Rule: ...
+
+
+def rule_of(given: bool | RuleFields[Rule] | None, fields: Callable[[], RuleFields[Rule]]) -> Rule | None:
+    """The rule of a request, by its fields; true is the default one."""
+    if not given:
+        return None
+    return (fields() if isinstance(given, bool) else given).rule()
 
 
 class VoteOutcome(BaseModel):

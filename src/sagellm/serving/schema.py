@@ -36,7 +36,6 @@ from pydantic_core import ErrorDetails
 from sagellm.core.config import Effort, ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
-from sagellm.core.protocols.cot import EarlyExit, EarlyStop, SpeculativeReasoning
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
 from sagellm.serving.branches import BranchFields
@@ -44,7 +43,7 @@ from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 from sagellm.serving.other_names import ENDPOINT_OF, OF_OTHER_SERVERS, RENAMED
 from sagellm.serving.prompt_cache import CACHE_LIFETIMES_S
-from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields, SpeculativeReasoningFields
+from sagellm.serving.reasoning import EarlyExitFields, EarlyStopFields, SpeculativeReasoningFields, rule_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -271,7 +270,6 @@ class GenerationFields(Body):
         defaults (generation_config.json) replace sampling parameters that were not sent. `cache_salt` is the
         tenant: it names the namespace of the KV and the account of quotas.
         """
-        stop, leave, drafted = self.early_stop, self.early_exit, self.speculative_reasoning
         return RequestOptions(
             params=llm.sampling_params(**self.sampling()),
             priority=allowed_priority(settings, self.priority, self.service_tier),
@@ -285,13 +283,9 @@ class GenerationFields(Body):
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
             reports_eviction=bool(self.return_cache_misses),
             approximate_reuse=bool(self.approximate_reuse),
-            early_stop=stop.rule() if isinstance(stop, EarlyStopFields) else EarlyStop() if stop else None,
-            early_exit=leave.rule() if isinstance(leave, EarlyExitFields) else EarlyExit() if leave else None,
-            speculative_reasoning=drafted.rule()
-            if isinstance(drafted, SpeculativeReasoningFields)
-            else SpeculativeReasoning()
-            if drafted
-            else None,
+            early_stop=rule_of(self.early_stop, EarlyStopFields),
+            early_exit=rule_of(self.early_exit, EarlyExitFields),
+            speculative_reasoning=rule_of(self.speculative_reasoning, SpeculativeReasoningFields),
         )
 
     def _retentions(self) -> Iterator[Retention]:

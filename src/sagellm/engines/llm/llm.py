@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any, Self, cast
 
@@ -362,9 +363,9 @@ class LLM:
         self._by_engine_id.clear()
         self._early_exits.clear()
         self._undelivered.clear()
-        if self._drafts is not None:
-            self._drafts.shut_down()
-        self._engine.close()
+        with closing(self._engine):
+            if self._drafts is not None:
+                self._drafts.shut_down()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | SamplingParams | None = None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.engines.native.rows import BatchRow, BatchRows
 from sagellm.engines.native.sampler import NO_TOKEN, Draw, RowSampler, sample
@@ -77,6 +78,12 @@ class HeldRows(Generic[Row]):
         """A step's hidden states were taken in. A step that was delayed counts little."""
         bounded = min(seconds, 2 * self.keeping_s) if self.keeping_s else seconds
         self.keeping_s += KEEPING_WEIGHT * (bounded - self.keeping_s) if self.keeping_s else seconds
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where rows and requests do not name each other."""
+        rows = {held.request_id: row for row, held in self._held.items()}
+        if rows != self._row_of:
+            raise BookkeepingError(f"a draft head has rows {rows} and finds {self._row_of}")
 
     def _drop(self, row: int) -> None:
         held = self._held.pop(row, None)

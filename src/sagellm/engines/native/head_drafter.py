@@ -414,9 +414,7 @@ class HeadDrafter(HeldRows[HeadRow]):
 
     def check(self) -> None:
         """Raise `BookkeepingError` where what the head knows of its rows cannot be."""
-        rows = {held.request_id: row for row, held in self._held.items()}
-        if rows != self._row_of:
-            raise BookkeepingError(f"a draft head has rows {rows} and finds {self._row_of}")
+        super().check()
         for row, held in self._held.items():
             known = len(self._rows.row(row).tokens)
             if not 1 <= held.count <= MOST_HELD + 1 or held.num_computed > known:

@@ -102,9 +102,7 @@ class MedusaDrafter(HeldRows[MedusaRow]):
 
     def check(self) -> None:
         """Raise `BookkeepingError` where what is known of the rows cannot be."""
-        rows = {held.request_id: row for row, held in self._held.items()}
-        if rows != self._row_of:
-            raise BookkeepingError(f"a draft head has rows {rows} and finds {self._row_of}")
+        super().check()
         for row, held in self._held.items():
             known = len(self._rows.row(row).tokens)
             if not NOTHING <= held.num_computed <= known:
