@@ -16,7 +16,8 @@ from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent, 
 from sagellm.core.types import Retention, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.eviction._history import MAX_BRANCHES
-from sagellm.kvmgr.eviction.adaptive.history import FIT_FIRST, SHARED, ReuseRecord
+from sagellm.kvmgr.eviction.adaptive import history
+from sagellm.kvmgr.eviction.adaptive.history import FEW_KINDS, FIT_FIRST, SHARED, ReuseRecord
 from sagellm.kvmgr.eviction.learned import LearnedPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
@@ -225,15 +226,39 @@ def test_after_a_fit_they_are_not() -> None:
     assert caches[0].evicted != caches[1].evicted
 
 
+@pytest.mark.parametrize("few_kinds", [FEW_KINDS, 0])
 @pytest.mark.parametrize("seed", range(5))
-def test_it_keeps_the_conversations_beside_what_asks_once(seed: int) -> None:
-    """LRU has room for 400 blocks, and some 650 new ones come between two turns."""
+def test_it_keeps_the_conversations_beside_what_asks_once(
+    monkeypatch: pytest.MonkeyPatch, seed: int, few_kinds: int
+) -> None:
+    """LRU has room for 400 blocks, and some 650 new ones come between two turns. 0: all fits in parts."""
+    monkeypatch.setattr(history, "FEW_KINDS", few_kinds)
     requests = mixed(seed, 400)
     num_asked = sum(len(blocks) for _, blocks in requests)
     learned, plain = LearnedCache(400), lru(400)
     lead = learned.ask_all(requests) - plain.ask_all(requests)
     assert lead > 0.15 * num_asked
     learned.check()
+
+
+def test_a_fit_of_many_kinds_takes_several_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its end the order is that of before: here that of LRU."""
+    monkeypatch.setattr(history, "FEW_KINDS", 0)
+    cache, plain = LearnedCache(60), lru(60)
+    model, records = cache.learned._model, cache.learned._history
+    evictions_in_fit = 0
+    for time_s, blocks in mixed(1, 400):
+        if model.num_fits:
+            break
+        evictions_in_fit += records._fit is not None
+        cache.ask(time_s, blocks)
+        plain.ask(time_s, blocks)
+        cache.check()
+        if not model.num_fits:
+            assert cache.evicted == plain.evicted
+    assert model.num_fits == 1
+    assert records._fit is None
+    assert evictions_in_fit >= 4  # three rounds, and the values
 
 
 def test_a_prefix_that_many_share_is_kept() -> None:

@@ -18,6 +18,8 @@ from sagellm.kvmgr.eviction.adaptive.reuse_model import (
     MAX_KINDS,
     NUM_AGES,
     OLDEST_S,
+    PART,
+    PART_KINDS,
     YOUNGEST_S,
     ReuseModel,
     _values,
@@ -189,6 +191,33 @@ def test_a_kind_that_came_after_the_fit_has_the_values_of_the_next_fit() -> None
     for _ in range(5):
         model.fit(0)
     assert [model.value(late, age_s) for age_s in AGES_S] == pytest.approx(before, rel=0.2)
+
+
+def test_a_fit_in_parts_learns_what_was_counted_at_its_start() -> None:
+    """What comes between the parts, a new kind too, changes neither the fit nor its own place in the next."""
+    draw = random.Random(7)
+    whole, parts = model_of(3), model_of(3)
+    features = list(product(range(LEVELS), repeat=3))[: 3 * PART_KINDS]
+    lives = [(draw.randrange(len(features)), draw.expovariate(0.01)) for _ in range(5_000)]
+    for round_number in range(2):
+        for model in (whole, parts):
+            for kind, age_s in lives:
+                model.used(model.kind(features[kind]), age_s)
+                model.at_risk(model.kind(features[kind]), 0.0, age_s)
+        before, num_parts = [*parts.values], 0
+        for _ in parts.fit_in_parts(5_000):
+            num_parts += 1
+            assert parts.values[: len(before)] == before
+            if num_parts == 2:
+                parts.used(parts.kind((0, 0, LEVELS - 1)), 3.0)
+                parts.at_risk(parts.kind(features[0]), 0.0, 700.0)
+        whole.fit(5_000)
+        whole.used(whole.kind((0, 0, LEVELS - 1)), 3.0)
+        whole.at_risk(whole.kind(features[0]), 0.0, 700.0)
+        known = len(features) + round_number
+        assert num_parts > len(features) * 3 / PART
+        assert np.allclose(parts.values[:known], whole.values[:known], rtol=1e-12)
+        assert len(parts.values) == len(parts)
 
 
 def test_seconds_at_risk_add_up_from_pieces() -> None:

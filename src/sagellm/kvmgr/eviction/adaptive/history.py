@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ FIT_FIRST, FIT_LAST, FIT_SHARE = 64, 4096, 8
 """The model is fitted after 64 new records, later after one in eight of all so far, at most 4096."""
 FEWEST_USES = 16
 """No fit before so many paths were used again."""
+FEW_KINDS = 64
+"""A fit of so many kinds takes 0.6 ms and is done at once."""
 NUM_FEATURES = 7
 SHARED = -1
 """The kind of a prefix that many requests share. It has a rate of its own, and does not teach the model."""
@@ -93,6 +96,7 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         self.changed: list[int] = []
         self._open = OpenRecords()
         self._num_begun = self._num_begun_at_fit = self._num_used = 0
+        self._fit: Iterator[None] | None = None
 
     def replace_child(self, parent: Extent, child_key: int, now_s: float) -> None:
         """The child was evicted. Its path ends at the parent; its record moves there."""
@@ -112,14 +116,26 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         self._store(record)
 
     def learn(self, now_s: float) -> bool:
-        """Fit the model if there are enough new records; returns whether it did."""
+        """Fit the model if enough records are new.
+
+        Returns whether it has new values. A fit of more than `FEW_KINDS` takes several calls, so that none
+        holds up the engine.
+        """
+        if self._fit is not None:
+            if next(self._fit, "ended") is None:
+                return False
+            self._fit = None
+            return True
         num_new = self._num_begun - self._num_begun_at_fit
         due = min(FIT_LAST, max(FIT_FIRST, self._num_begun // FIT_SHARE))
         if num_new < due or self._num_used < FEWEST_USES:
             return False
-        self.model.all_at_risk(*self._open.count(now_s))
-        self.model.fit(num_new)
         self._num_begun_at_fit = self._num_begun
+        self.model.all_at_risk(*self._open.count(now_s))
+        if len(self.model) > FEW_KINDS:
+            self._fit = self.model.fit_in_parts(num_new)
+            return False
+        self.model.fit(num_new)
         return True
 
     # -- the rules of PathHistory

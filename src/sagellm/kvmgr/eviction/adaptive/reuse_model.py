@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,14 @@ MAX_USES = 600.0
 """Expected uses beyond which the chance to survive is too small for a floating point number."""
 FIRST_FITS, FIRST_ROUNDS = 4, 3
 """The first fits take so many rounds; later ones start from factors that are nearly right, and take one."""
+PART = 1024
+"""A part of a fit takes in at most so many factors of kinds: about 0.4 ms."""
+PART_KINDS = 64
+"""A part of a fit computes the values of at most so many kinds: about 0.3 ms."""
 _WIDTHS: list[float] = WIDTH_S.tolist()
+_STARTS, _STOPS = np.triu_indices(NUM_AGES - 1, 1, NUM_AGES + 1)
+"""All spans from the start of an age to the end of it or of a later one, by start."""
+_FIRST_STOPS = np.searchsorted(_STARTS, np.arange(NUM_AGES - 1))
 _MIDDLE_S = np.sqrt(np.maximum(FROM_S, YOUNGEST_S / 2) * BORDERS_S[1:])
 _NEAR = np.maximum(0.0, 1.5 - 0.5 * np.abs(np.subtract.outer(np.arange(NUM_AGES), np.arange(NUM_AGES))))
 _NEAR[_NEAR > 1.0] = 1.0
@@ -115,24 +123,43 @@ class ReuseModel:
 
     def fit(self, num_new: int) -> None:
         """Learn from the counts so far; `num_new` records began since the last fit. Takes a few ms."""
+        for _ in self.fit_in_parts(num_new):
+            pass
+
+    def fit_in_parts(self, num_new: int) -> Iterator[None]:
+        """`fit`, interrupted by a yield after each part.
+
+        It learns from the counts at its start, and `values` change with the last part. Between parts the
+        model may be used and count on; two fits must not overlap.
+        """
         self._count_spans()
         rows = len(self._kinds)
-        uses, at_risk_s, products = self._uses[:rows], self._at_risk_s[:rows], self._products(slice(0, rows))
+        uses, at_risk_s = self._uses[:rows].copy(), self._at_risk_s[:rows].copy()
+        fade = 0.5 ** (num_new / self._half_life)
+        self._uses[:rows] *= fade
+        self._at_risk_s[:rows] *= fade
         levels = self._features[:rows].T
         members = [np.equal.outer(np.arange(LEVELS), of_kinds).astype(float) for of_kinds in levels]
         seen = [of_level @ uses for of_level in members]
+        products = self._products(slice(0, rows))
+        part_features = max(1, PART // max(1, rows))
         for _ in range(FIRST_ROUNDS if self.num_fits < FIRST_FITS else 1):
+            yield
             self._fit_base(uses, at_risk_s * products)
             expected = at_risk_s * self._hazards(products)
             for number, of_level in enumerate(members):
+                if number and number % part_features == 0:
+                    yield
                 change = self._fit_factor(number, seen[number], of_level @ expected)[levels[number]]
                 expected *= change
                 products *= change
-        self.values = _values(self._hazards(products)).tolist()
+        values: list[list[float]] = []
+        while len(values) < len(self._kinds):  # new kinds may have come between the parts
+            yield
+            part = slice(len(values), min(len(values) + PART_KINDS, len(self._kinds)))
+            values += _values(self._hazards(self._products(part))).tolist()
+        self.values = values
         self.num_fits += 1
-        fade = 0.5 ** (num_new / self._half_life)
-        uses *= fade
-        at_risk_s *= fade
 
     def value(self, kind: int, age_s: float) -> float:
         """Expected uses per second of memory until the best time to stop. Needs a `fit`."""
@@ -194,8 +221,7 @@ class ReuseModel:
 def _values(hazards: Floats) -> Floats:
     """The best ratio of uses to seconds from each age on. All are [kinds, ages].
 
-    Where the hazard is at least the value of the next age, it is the value: nothing later is better. All
-    times to stop are compared for the other ages only.
+    Where the hazard is at least the value of the next age, it is the value: nothing later is better.
     """
     hazards = np.ascontiguousarray(hazards.T)
     width_s = WIDTH_S[:, None]
@@ -205,13 +231,11 @@ def _values(hazards: Floats) -> Floats:
     alive = np.exp(-np.minimum(MAX_USES, np.concatenate((none, np.cumsum(uses, axis=0)))))
     to_come_s = np.cumsum((alive[:-1] * stay_s)[::-1], axis=0)[::-1]
     to_come_s = np.concatenate((to_come_s, none))  # sums from the end, so that small ones stay exact
+    ratios = (alive[_STARTS] - alive[_STOPS]) / (to_come_s[_STARTS] - to_come_s[_STOPS])
+    best = np.maximum.reduceat(ratios, _FIRST_STOPS)
     values = hazards.copy()
     for age in range(NUM_AGES - 2, -1, -1):
-        rising = np.flatnonzero(values[age] < values[age + 1])
-        if len(rising):
-            gone = alive[age, rising] - alive[age + 1 :, rising]
-            ratios = gone / (to_come_s[age, rising] - to_come_s[age + 1 :, rising])
-            values[age, rising] = np.maximum(values[age, rising], ratios.max(axis=0))
+        np.maximum(values[age], best[age], out=values[age], where=values[age] < values[age + 1])
     return values.T
 
 
