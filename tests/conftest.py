@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,17 @@ settings.register_profile("slow", parent=_CALM, max_examples=100)
 settings.register_profile("explore", parent=_CALM, derandomize=False, max_examples=1000)
 settings.register_profile("mutants", parent=_CALM, phases=(Phase.explicit, Phase.generate))  # shrinks nothing
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end: no garbage collection looks through them, now or in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

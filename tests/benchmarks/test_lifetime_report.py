@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from sagellm.cli.bench import Output, lifetime
 from sagellm.cli.commands import app
 from sagellm.core.errors import ConfigError, UnknownNameError
+from tests import quick_commands  # noqa: F401
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sagellm.core.config import Config
 from sagellm.core.types import SamplingParams
 from sagellm.engines import build
 from sagellm.engines.llm import RequestOptions, TextDelta, Usage
+from tests import quick_commands  # noqa: F401
 
 
 @dataclass

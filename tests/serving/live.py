@@ -19,6 +19,7 @@ from sagellm.serving import create_app
 from sagellm.serving.app import DEFAULT_STOP_TIMEOUT_S
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.server import SageServer
+from tests import quick_servers  # noqa: F401
 
 LOCALHOST = "127.0.0.1"
 PATIENCE_S = 20.0

@@ -20,6 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests import quick_servers  # noqa: F401
+
 MODEL, VOCAB, MAX_LEN, EOS, PATIENCE_S = "tiny", 1000, 256, 7, 60.0
 
 

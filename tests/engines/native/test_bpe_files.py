@@ -17,6 +17,7 @@ from sagellm.cli.commands import app
 from sagellm.core.errors import ModelError
 from sagellm.engines.native.tokenizer import Tokenizer
 from sagellm.engines.native.tokenizer_files import MERGES_FILE, VOCAB_FILE
+from tests import quick_commands  # noqa: F401
 from tests.effort import examples
 from tests.tiny_models import VOCAB, save_tiny
 from tests.toy_tokenizers import byte_level

@@ -24,6 +24,7 @@ from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from sagellm.engines.native.from_config import model_footprint
 from sagellm.engines.native.model_fingerprint import model_fingerprint
+from tests import quick_commands  # noqa: F401
 from tests.effort import examples
 
 Damage = Callable[[Path], object]

@@ -14,6 +14,7 @@ import torch
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.core.native_code import cache_folder
 from sagellm.engines.build_kv import block_layout
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.codecs.delta import DeltaCodec
@@ -305,6 +306,7 @@ def test_the_slab_is_no_larger_than_its_setting(tmp_path: Path) -> None:
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "model", "llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder().parent.parent))  # kernels are built once
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     engine(tmp_path / "model", **{"kv.disk_gb": 0.01, "kv.dir": "~/cache/kv"}).close()
