@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, Phase, settings
 from sagellm.kvmgr.manager import KVCacheManager
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers: tables would be cut there
+# Torch's threads sleep while they wait. Those of several workers on few cores would spin for each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile(
     "sagellm",

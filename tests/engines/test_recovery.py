@@ -45,11 +45,11 @@ def test_a_retry_under_the_same_name_is_another_request(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_strategies_forget_who_has_ended(strategy: str) -> None:
-    """1,500 short requests with mixed goals, some aborted, beside one that runs all the time."""
+    """750 short requests with mixed goals, some aborted, beside one that runs all the time."""
     passes = strategies.make(strategy)
-    engine = fake_engine(TokenMemoryBackend(num_blocks=400, max_model_len=1600), passes=passes)
-    engine.add(request("long", range(4), 1500, slo=SLO(None, 0.02)))
-    for number in range(1500):
+    engine = fake_engine(TokenMemoryBackend(num_blocks=400, max_model_len=800), passes=passes)
+    engine.add(request("long", range(4), 750, slo=SLO(None, 0.02)))
+    for number in range(750):
         slo = SLO(5.0, 0.5 if number % 2 else 0.02)
         engine.add(request(str(number), [number % 7, 1, 2], 1, slo=slo))
         engine.step()
@@ -58,7 +58,7 @@ def test_strategies_forget_who_has_ended(strategy: str) -> None:
             engine.abort(str(number))
         engine.clock.advance(0.01)  # type: ignore[attr-defined]
     held = {id(state) for one in passes for state in _states(vars(one), 6)}
-    assert len(held) < 700
+    assert len(held) < 350
 
 
 def _states(value: object, depth: int) -> list[RequestState]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -179,6 +179,9 @@ RECORDED = {"llama", "llama-head80-tied", "llama-biases", "mistral-window", "qwe
 RECORDED |= {"gemma2", "gemma3", "glm4", "granite", "olmo3-window-mix", "phi3-longrope-partial", "smollm3"}
 RECORDED |= {"mixtral", "qwen3-moe", "llama4-text-part"}
 BY_TORCH = {"llama-one-head-each", "opt-post-norm-projected"}  # their activations
+DTYPES = ("float32", "bfloat16")
+EITHER = list(zip(sorted(RECORDED | BY_TORCH), cycle(DTYPES)))
+"""Each model in one of the dtypes."""
 
 
 @pytest.fixture
@@ -210,8 +213,7 @@ def by_kernels(folder: Path, dtype: str, capture: CaptureSource | None) -> tuple
 
 
 @pytest.mark.usefixtures("always", "kernel")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(RECORDED | BY_TORCH))
+@pytest.mark.parametrize(("name", "dtype"), usual(EITHER, product(sorted(RECORDED | BY_TORCH), DTYPES)))
 def test_kernels_run_again_give_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
     recorded, sizes = by_kernels(tmp_path, dtype, cuda_capture)
