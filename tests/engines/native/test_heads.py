@@ -431,7 +431,11 @@ def test_texts_with_a_head_of_the_demo_model_are_those_without(
         ("no mark", "without a mark"),
         ("a shape", "eh_proj.weight: config.json implies shape"),
         ("a kind", "of the kind 'hydra' .*; known are eagle, medusa, block"),
-        ("a stranger", "all tensors of this head begin with model.layers.3\\."),
+        ("a stranger", r"has model\.norm\.weight and lacks model\.layers\.3\.eh_proj\.weight; "),
+        (
+            "masks of a block drafter",
+            r"mask_embed; a head of the kind eagle .* reads model\.layers\.3\.\w+\.weight",
+        ),
         ("no file", "there is no draft head"),
         ("no safetensors", "cut short or not a safetensors file"),
     ],
@@ -455,6 +459,9 @@ def test_a_file_that_is_no_head_of_the_model_is_refused(change: str, told: str, 
             else {"model.norm.weight": tensors[name]}
         )
         save_file(kept | extra, path, {TRAINED_FOR: head_mark(tmp_path, Checkpoint(tmp_path))})
+    elif change == "masks of a block drafter":
+        masks = head_tensors(tmp_path, kind="block")
+        save_file(masks, path, {TRAINED_FOR: head_mark(tmp_path, Checkpoint(tmp_path))})
     elif change == "no file":
         path.unlink()
     else:

@@ -117,7 +117,11 @@ def test_recurrent_models_take_none(tmp_path: Path) -> None:
         ("a shape", r"medusa\.1\.linear\.weight: config.json implies shape \[96, 96\]"),
         ("a gap", r"lacks medusa\.1\.linear\.weight"),
         ("no block", r"lacks medusa\.0\.linear\.weight"),
-        ("a stranger", r"all tensors of this head begin with medusa\."),
+        (
+            "a stranger",
+            r"has model\.norm\.weight; a head of the kind medusa .* reads medusa\.0\.linear\.weight",
+        ),
+        ("a misspelt name", r"has medusa\.1\.liner\.bias and lacks medusa\.1\.linear\.bias; "),
         ("another model", "of another model"),
     ],
 )
@@ -133,6 +137,8 @@ def test_a_file_that_is_no_medusa_of_the_model_is_refused(change: str, told: str
         tensors.clear()
     elif change == "a stranger":
         tensors["model.norm.weight"] = tensors[name].clone()
+    elif change == "a misspelt name":
+        tensors["medusa.1.liner.bias"] = tensors.pop("medusa.1.linear.bias")
     else:
         mark = "0" * 32
     save_file(tensors, path, {TRAINED_FOR: mark, HEAD_KIND: "medusa"})

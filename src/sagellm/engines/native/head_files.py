@@ -5,25 +5,26 @@ In a file beside the model, or in the checkpoint itself (MTP).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
+from sagellm.core.protocols.quantization import WeightFormat
 from sagellm.engines.native.architectures import read_config
 from sagellm.engines.native.checkpoint import Checkpoint, read_header
 from sagellm.engines.native.implementations import described
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.weights import (
-    MEDUSA_ROOT,
     Parameter,
     block_parameters,
+    few,
     head_parameters,
     head_projection,
-    head_root,
     medusa_parameters,
+    stored_tensors,
 )
 
 HEAD_FILE = "draft_head.safetensors"
@@ -34,6 +35,8 @@ TRAINED_FOR = "sagellm.trained_for"
 HEAD_KIND = "sagellm.head_kind"
 """In the file's metadata: one of `HeadKind`; files without it are of the kind eagle."""
 HeadKind = Literal["eagle", "medusa", "block"]
+MOST_LISTED = 16
+"""Names in an error of the tensors that a head reads."""
 
 
 def kind_of(path: Path, metadata: Mapping[str, str]) -> HeadKind:
@@ -96,11 +99,14 @@ def _has_mtp(layout: ModelSpec, checkpoint: Checkpoint) -> bool:
     return head_projection(layout) in checkpoint
 
 
-def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> PlannedHead:
+def add_head(
+    checkpoint: Checkpoint, spec: ModelSpec, source: Path, stored: WeightFormat | None
+) -> PlannedHead:
     """Add the tensors of a head to those of its model, of shape `spec`.
 
     `source` is a file, or a folder with a `HEAD_FILE`; the model's own folder needs none if the checkpoint
-    has a head. Raises `ModelError` where there is none, and for a head of another model.
+    has a head. `stored`: how quantized weights are stored. Raises `ModelError` where there is no head, for
+    one of another model, and for a file with tensors that its kind does not read.
     """
     path = source / HEAD_FILE if source.is_dir() else source
     if not path.exists():
@@ -121,16 +127,28 @@ def add_head(checkpoint: Checkpoint, spec: ModelSpec, source: Path) -> PlannedHe
             f"{path} is a draft head {whose}; this one, {checkpoint.folder}, needs one that was trained for "
             "it (tools/train_draft_head.py)"
         )
-    root = MEDUSA_ROOT if kind == "medusa" else head_root(layout)
-    strangers = [entry.name for entry in entries if not entry.name.startswith(root)]
-    if strangers:
-        raise ModelError(
-            f"{path} has {strangers[0]}; all tensors of this head begin with {root} (kind {kind})"
-        )
     checkpoint.entries.update((entry.name, entry) for entry in entries)
     planned = {
         "eagle": lambda: head_parameters(layout),
         "block": lambda: block_parameters(layout, checkpoint),
         "medusa": lambda: medusa_parameters(checkpoint, spec.embed_dim),
     }
-    return PlannedHead(kind, layout, planned[kind]())
+    head = PlannedHead(kind, layout, planned[kind]())
+    _check_all_read(path, head, [entry.name for entry in entries], checkpoint, stored)
+    return head
+
+
+def _check_all_read(
+    path: Path, head: PlannedHead, names: Iterable[str], checkpoint: Checkpoint, stored: WeightFormat | None
+) -> None:
+    """Raise `ModelError` for tensors of a head that nothing reads, such as misspelt ones."""
+    pieces = [piece for parameter in head.parameters for piece in parameter.pieces]
+    read = dict(pair for piece in pieces for pair in stored_tensors(piece, checkpoint, stored))
+    unread = [name for name in names if name not in read]
+    if unread:
+        missing = [name for name, each in read.items() if not each.optional and name not in checkpoint]
+        lacks = f" and lacks {few(missing)}" if missing else ""
+        raise ModelError(
+            f"{path} has {few(unread)}{lacks}; a head of the kind {head.kind} ({HEAD_KIND}) reads "
+            f"{few(list(read), MOST_LISTED)} and nothing else"
+        )

@@ -129,7 +129,7 @@ class CheckedModel:
             return cls(folder, spec, quantization, where, length, spec.plan, num_weights, checkpoint)
         spec = as_stored(spec, checkpoint)
         plan = parameters(spec)
-        found = None if head is None else add_head(checkpoint, spec, head)
+        found = None if head is None else add_head(checkpoint, spec, head, quantization.stored)
         if found is not None:
             plan += found.parameters
             if found.kind != "medusa":

@@ -441,7 +441,6 @@ def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
             yield ours + ".bias", (WeightPiece(theirs + ".bias", (spec.hidden_size,)),)
 
 
-_SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
 _OF_IMAGES = (
@@ -463,7 +462,7 @@ def check(plan: Sequence[Parameter], checkpoint: Checkpoint, stored: WeightForma
     wanted = dict(pair for piece in pieces for pair in stored_tensors(piece, checkpoint, stored))
     missing = [name for name, tensor in wanted.items() if not tensor.optional and name not in checkpoint]
     if missing:
-        raise MissingWeightsError(f"{checkpoint.folder} lacks {_few(missing)}")
+        raise MissingWeightsError(f"{checkpoint.folder} lacks {few(missing)}")
     used = {name: checkpoint[name] for name in wanted if name in checkpoint}
     for name, entry in used.items():
         _check_tensor(checkpoint, entry, wanted[name])
@@ -499,19 +498,20 @@ def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: s
     wrong = [name for name in unused if name in biases and checkpoint.tensor(name).any()]
     if wrong:
         raise UnsupportedModelError(
-            f"{checkpoint.folder} has {_few(wrong)}, not zero, for modules that have no bias by config.json: "
+            f"{checkpoint.folder} has {few(wrong)}, not zero, for modules that have no bias by config.json: "
             "correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the biases out"
         )
     others = [name for name in unused if name not in biases and not name.startswith(_OF_IMAGES)]
     if any(name.startswith(_OF_IMAGES) for name in unused):
         log.warning("images are not read: %s has tensors for them, which are left out", checkpoint.folder)
     if others:
-        log.warning("not used, config.json describes a model without: %s", _few(others))
+        log.warning("not used, config.json describes a model without: %s", few(others))
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def few(names: Sequence[str], most: int = 4) -> str:
+    """The first `most` names, and how many there are beside."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def is_quantized(piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
