@@ -508,6 +508,33 @@ def test_what_caches_hold_is_known_with_the_tokens(scene: Scene) -> None:
     assert all(not each.num_tokens for each in scene.prefixes.lookup(Tokens(PROMPT), Namespace(), names))
 
 
+@pytest.mark.parametrize("prefix", [PROMPT, [7] * 30], ids=["cached by both", "cached by none"])
+def test_of_instances_with_as_much_of_a_prompt_one_idle_one_is_enough(
+    scene: Scene, prefix: list[int]
+) -> None:
+    def is_idle() -> bool:
+        return scene.front.is_idle(Tokens(prefix), Namespace())
+
+    for name in scene.servers:
+        scene.front.add(request(f"r on {name}", PROMPT, 3))
+    scene.finish()
+    scene.until(is_idle)
+    for busy, other in (("i-0", "i-1"), ("i-1", "i-0")):
+        for number, name in enumerate((busy, other)):
+            assert is_idle(), f"{other} has no request"
+            request_id = f"{number} beside {busy}"
+            scene.router.turn = list(scene.servers).index(name)
+            scene.front.add(request(request_id, [5] * 9, 2000))
+            scene.until(lambda request_id=request_id: request_id in scene.tokens)  # type: ignore[misc]
+            assert scene.router.placed[-1] == name
+        assert not is_idle()
+        for number in range(2):
+            scene.front.abort(f"{number} beside {busy}")
+        scene.until(
+            lambda: all(each.load and not each.load.num_requests for each in scene.front.members.values())
+        )
+
+
 def test_an_instance_that_is_started_at_another_address(tmp_path: Path) -> None:
     """As an actor that Ray has started again: the front goes there, and what the old one had begins anew."""
     scene = Scene(tmp_path, 2)

@@ -180,14 +180,14 @@ class FleetEngine(KnownInstances):
         return bool(len(self.requests) or self._outputs or is_asked) or self._clock.now() >= self._next_tick_s
 
     def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
-        """Whether the instance that has most of a prompt has no request.
+        """Whether an instance that has most of a prompt has no request. Of equal ones any counts.
 
         Never with quotas: what no client has asked for is not to use them up.
         """
         idle = [member for name, member in self.members.items() if self._has_no_request(name, member)]
         if not idle or self.tenants():
             return False
-        return self._with_most_cached(tokens, namespace)[0] in idle
+        return any(member in idle for member in self._with_most_cached(tokens, namespace))
 
     def _has_no_request(self, instance_id: str, member: Member) -> bool:
         is_free = member.load is not None and not member.load.num_requests

@@ -120,7 +120,7 @@ class KnownInstances:
         chosen: list[tuple[Member, InstanceFacts | None]] = []
 
         def choose() -> Sequence[Member]:
-            members = self._with_most_cached(tokens, namespace)
+            members = self._with_most_cached(tokens, namespace)[:1]
             chosen.extend((member, member.facts) for member in members)
             return members
 
@@ -144,7 +144,9 @@ class KnownInstances:
     ) -> PromptExplanation:
         asked = tokens, namespace, session_id
         explained: PromptExplanation
-        [explained] = self._questions.ask(lambda: self._with_most_cached(tokens, namespace), "explain", asked)
+        [explained] = self._questions.ask(
+            lambda: self._with_most_cached(tokens, namespace)[:1], "explain", asked
+        )
         return explained
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
@@ -162,10 +164,10 @@ class KnownInstances:
         self._questions.ask(self._ready, "set_strategy", (name, options))
 
     def _with_most_cached(self, tokens: Tokens, namespace: Namespace) -> list[Member]:
-        """The one that knows most of a prompt; none where there is no instance."""
+        """Those that know most of a prompt, all equally much; none without an instance."""
         ready = {member.client.instance_id: member for member in self._ready()}
-        if not ready:
-            return []
         cached = self._prefixes.lookup(tokens, self._namespace_of(namespace), list(ready))
-        most = max(range(len(cached)), key=lambda number: cached[number].num_tokens)
-        return [list(ready.values())[most]]
+        most = max((each.num_tokens for each in cached), default=0)
+        return [
+            member for member, each in zip(ready.values(), cached, strict=True) if each.num_tokens == most
+        ]
