@@ -302,6 +302,15 @@ def test_what_only_first_steps_of_a_size_take_is_no_loss() -> None:
     assert not lengths.pays(1), "the second time it is no recording"
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [0, 16])
+def test_a_step_without_rows_says_nothing_of_the_proposer(num_prompt_tokens: int) -> None:
+    lengths = ChainLengths()
+    for _ in range(2 * LEAST_ASKED):
+        lengths.step_took(0, num_prompt_tokens, 0, 0.01)
+        lengths.asking_gave(0, num_prompt_tokens, 0, 1.0)
+    assert lengths.pays(0)
+
+
 def test_a_slow_proposer_that_pays_again_is_asked_again() -> None:
     lengths = ChainLengths()
     asked(lengths, 600, 1, 0)

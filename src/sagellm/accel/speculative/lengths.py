@@ -282,10 +282,10 @@ class ChainLengths:
         """A step has accepted so many proposed tokens.
 
         `spent_s`: what it has taken, with all that was done for proposals. Steps of a size that was never
-        computed are left out: they may record or compile what later ones reuse.
+        computed are left out: they may record or compile what later ones reuse. So are steps without rows.
         """
         is_first, self._is_first = self._is_first, False
-        if is_first:
+        if is_first or not num_rows:
             return
         num_others = num_rows + num_prompt_tokens
         plain_s = self.times.seconds(num_others)
