@@ -101,7 +101,7 @@ class ViewedMemory(Memory):
 
 
 class SharedMemoryOfBlocks(ViewedMemory):
-    """Implements `SharedBlockViews`: a receiver on this host copies blocks from there."""
+    """As `ViewedMemory`, in `shared_pages`: a receiver on this host copies blocks from there."""
 
     def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
         super().__init__(num_blocks, bytes_per_block)

@@ -255,7 +255,11 @@ class KVTransferChannel(Protocol):
 
 
 class BlockViews(Protocol):
-    """`BlockBytes` whose memory a CPU may reach, so that bytes need no further copy."""
+    """`BlockBytes` whose memory a CPU may reach, so that bytes need no further copy.
+
+    With an attribute `shared_pages` (`SharedPages`, or None) all views lie there, and other processes may map
+    them: then a receiver on this host copies blocks from there.
+    """
 
     @property
     def has_views(self) -> bool:
@@ -266,14 +270,6 @@ class BlockViews(Protocol):
 
         Each block consists of equally many views, of the same sizes.
         """
-
-
-class SharedBlockViews(BlockViews, Protocol):
-    """`BlockViews` that other processes may map, so that one copy moves them."""
-
-    @property
-    def shared_pages(self) -> SharedPages | None:
-        """Where all views lie; None if they lie elsewhere."""
 
 
 class ChunkPlace(Protocol):
