@@ -200,6 +200,7 @@ def test_a_soft_budget_ends_reasoning_sooner_the_steeper_it_is(live: Live, path:
         ("soft_reasoning_slope", -1),
         ("soft_reasoning_slope", 101),
         ("soft_reasoning_slope", "steep"),
+        ("soft_reasoning_slope", 0.5),
     ],
 )
 def test_what_is_no_soft_budget_is_refused(live: Live, name: str, value: object) -> None:

@@ -183,6 +183,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "min_tokens": {"max_tokens": 8},
+    "soft_reasoning_slope": {"soft_reasoning_tokens": 1},
     "early_stop": {"n": 2},
 }
 """What a field is sent with."""

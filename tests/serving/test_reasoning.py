@@ -109,6 +109,7 @@ def test_an_effort_may_have_a_budget(fields: dict[str, Any], budget: int | None)
         ({"reasoning_effort": "high"}, (None, 5)),
         ({"reasoning_effort": "low", "soft_reasoning_tokens": 9}, (8, 9)),
         ({"reasoning_effort": "low", "max_reasoning_tokens": 3}, (3, 2)),
+        ({"reasoning_effort": "high", "soft_reasoning_slope": 0.5}, (None, 5)),
     ],
 )
 def test_an_effort_may_have_a_soft_budget(
@@ -117,6 +118,7 @@ def test_an_effort_may_have_a_soft_budget(
     settings = ServerConfig(reasoning_budgets={"low": 8}, soft_reasoning_budgets={"low": 2, "high": 5})
     params = checked(ChatRequest, BODIES[CHAT] | fields).options(scripted_llm(), settings, ()).params
     assert (params.max_reasoning_tokens, params.soft_reasoning_tokens) == budgets
+    assert params.soft_reasoning_slope == fields.get("soft_reasoning_slope")
 
 
 def test_an_effort_is_one_of_openais() -> None:

@@ -232,9 +232,9 @@ class SamplingParams:
 
     With `max_reasoning_tokens` at most so many tokens come between the markers of reasoning, and then the end
     marker, whatever the model would draw. Behind `soft_reasoning_tokens` of them the logit of the end marker
-    is raised, with each token by `soft_reasoning_slope` more. With `max_reasoning_kv_tokens` later tokens see
-    at most about so many of the reasoning. `reasoning_token_ids`: start and end marker; empty: those of the
-    tokenizer, which `LLM` fills in.
+    is raised, with each token by `soft_reasoning_slope` (None: 0.1) more. With `max_reasoning_kv_tokens`
+    later tokens see at most about so many of the reasoning. `reasoning_token_ids`: start and end marker;
+    empty: those of the tokenizer, which `LLM` fills in.
 
     `num_speculative_tokens`: at most so many tokens are proposed in a step, where the engine speculates; 0:
     none, None: as many as for others. No token depends on it.
@@ -255,7 +255,7 @@ class SamplingParams:
     max_tokens: int | None = None
     max_reasoning_tokens: int | None = None
     soft_reasoning_tokens: int | None = None
-    soft_reasoning_slope: float = 0.1
+    soft_reasoning_slope: float | None = None
     max_reasoning_kv_tokens: int | None = None
     reasoning_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -284,6 +284,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             excess = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise RequestError(excess, "min_tokens")
+        if self.soft_reasoning_slope is not None and self.soft_reasoning_tokens is None:
+            lacks = "soft_reasoning_slope has no effect without soft_reasoning_tokens: set both, or neither"
+            raise RequestError(lacks, "soft_reasoning_slope")
         self._check_stop()
         markers = self.reasoning_token_ids
         if markers and not len(markers) == len(set(markers)) == 2:
@@ -315,6 +318,7 @@ class SamplingParams:
 
 _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", is_number),
+    "float | None": ("a number or None", lambda value: value is None or is_number(value)),
     "int": ("an integer", is_integer),
     "int | None": ("an integer or None", lambda value: value is None or is_integer(value)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),

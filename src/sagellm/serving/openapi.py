@@ -562,9 +562,15 @@ def _rules(model: type[BaseModel]) -> Schema:
     rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, given("stream", {"const": True})]}]
     without = {"properties": {"early_stop": {"enum": [False, None]}}}
     rules.append({"anyOf": [without, given("n", {"type": "integer", "minimum": MIN_WINDOW})]})
+    soft = [
+        {"properties": {"soft_reasoning_slope": NULL}},
+        given("soft_reasoning_tokens", {"type": "integer"}),
+    ]
     if issubclass(model, schema.ChatRequest):
+        soft.append(given("reasoning_effort", {"type": "string"}))  # it may have a soft budget
         rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, given("logprobs", {"const": True})]})
     else:
         some = {"properties": {"max_tokens": or_null({"minimum": 1})}}
         rules.append({"anyOf": [some, given("echo", {"const": True})]})
+    rules.append({"anyOf": soft})
     return {"allOf": rules}

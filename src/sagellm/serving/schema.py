@@ -17,7 +17,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -376,17 +375,15 @@ class ChatRequest(TemplateFields, GenerationFields):
 
     def options(self, llm: LLM, settings: ServerConfig, client: Client) -> RequestOptions:
         """Also the budgets that the configuration has for the request's `reasoning_effort`."""
-        options = super().options(llm, settings, client)
         effort = self.reasoning_effort
         if effort is None or not llm.has_reasoning_budgets:
-            return options
+            return super().options(llm, settings, client)
         by_effort = {
             "max_reasoning_tokens": settings.reasoning_budgets.get(effort),
             "soft_reasoning_tokens": settings.soft_reasoning_budgets.get(effort),
         }
         left_open = {name: value for name, value in by_effort.items() if getattr(self, name) is None}
-        budgets: dict[str, Any] = {name: value for name, value in left_open.items() if value is not None}
-        return replace(options, params=replace(options.params, **budgets)) if budgets else options
+        return super(ChatRequest, self.model_copy(update=left_open)).options(llm, settings, client)
 
     def sampling(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -87,3 +87,10 @@ def test_a_soft_budget_of_nothing_begins_at_once() -> None:
     tracker = ReasoningTracker.of(params, [THINK], [], {EOS})
     assert tracker is not None
     assert (tracker.end_bias, tracker.forced_id) == (2.0, None)
+
+
+def test_a_soft_budget_without_a_slope_has_a_tenth() -> None:
+    params = SamplingParams(soft_reasoning_tokens=0, reasoning_token_ids=MARKERS)
+    tracker = ReasoningTracker.of(params, [THINK], [], {EOS})
+    assert tracker is not None
+    assert tracker.end_bias == 0.1

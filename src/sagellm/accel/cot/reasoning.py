@@ -30,7 +30,7 @@ class ReasoningTracker:
     is_inside: bool = False
     num_tokens: int = 0
     soft_budget: int | None = None
-    slope: float = 0.0
+    slope: float = 0.1
 
     @classmethod
     def of(
@@ -44,7 +44,9 @@ class ReasoningTracker:
         if not params.has_reasoning_budget:
             return None
         tracker = cls.behind(prompt, params.reasoning_token_ids, eos_token_ids, params.max_reasoning_tokens)
-        tracker.soft_budget, tracker.slope = params.soft_reasoning_tokens, params.soft_reasoning_slope
+        tracker.soft_budget = params.soft_reasoning_tokens
+        if params.soft_reasoning_slope is not None:
+            tracker.slope = params.soft_reasoning_slope
         for token_id in outputs:
             tracker.push(token_id)
         return tracker
