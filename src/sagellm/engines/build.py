@@ -223,8 +223,8 @@ def check_dropped_blocks(config: KVConfig, capability: CapabilityDescriptor) -> 
     """Raise `ConfigError` for `kv.compress_reasoning` where no blocks can be dropped."""
     if config.compress_reasoning and DROPPED_BLOCKS not in capability.features:
         raise ConfigError(
-            "kv.compress_reasoning needs the native backend without a draft head, and a model whose layers "
-            "all have plain attention with RoPE: leave it out"
+            "kv.compress_reasoning needs the native backend, a model whose layers all have plain attention "
+            "with RoPE, and no draft head that is a layer (medusa is none): leave it out"
         )
 
 

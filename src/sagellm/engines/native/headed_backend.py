@@ -71,8 +71,10 @@ class HeadedBackend(NativeBackend):
         return self._max_num_seqs * blocks_per_row(block_size) if isinstance(self._head, DraftHead) else 0
 
     def capability(self) -> CapabilityDescriptor:
-        found = super().capability()  # the head finds KV by position, so no block may be missing
-        return replace(found, features=(found.features | {DRAFT_HEAD}) - {DROPPED_BLOCKS})
+        found = super().capability()
+        # A head that is a layer finds KV by position.
+        lost = {DROPPED_BLOCKS} if isinstance(self._head, DraftHead) else set[str]()
+        return replace(found, features=(found.features | {DRAFT_HEAD}) - lost)
 
     def token_copier(self) -> TokenCopier:
         return TokenCopier(self._model, self._kv, self._head if isinstance(self._head, DraftHead) else None)
