@@ -17,6 +17,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, RequestError, UnsupportedParameterError
 from sagellm.core.protocols.cot import (
+    MIN_STEP_TOKENS,
     CoTPlan,
     EarlyExit,
     EarlyStop,
@@ -148,7 +149,7 @@ def check(llm: LLM, *engines: Engine) -> None:
     rule=st.builds(
         SpeculativeReasoning,
         threshold=st.sampled_from([0.0, 1.0, 2.0]),
-        max_step_tokens=st.integers(1, 6),
+        max_step_tokens=st.integers(MIN_STEP_TOKENS, 6),
         max_rejected=st.integers(1, 4),
         judge=st.just("\nso "),
     ),
@@ -274,7 +275,7 @@ class EndlessTarget(Muses):
         return ONE
 
 
-WRITES_ALL = SpeculativeReasoning(9.0, max_step_tokens=1, max_rejected=1000, judge="\nso ")
+WRITES_ALL = SpeculativeReasoning(9.0, max_step_tokens=MIN_STEP_TOKENS, max_rejected=1000, judge="\nso ")
 
 
 def test_a_choice_that_reaches_its_kv_quota_fails_and_others_go_on() -> None:
@@ -284,7 +285,7 @@ def test_a_choice_that_reaches_its_kv_quota_fails_and_others_go_on() -> None:
     params = SamplingParams(max_tokens=20)
     found = {
         llm.submit(
-            [ONE] * 5 + [THINK], RequestOptions(params, tenant=tenant, speculative_reasoning=WRITES_ALL)
+            [ONE] * 6 + [THINK], RequestOptions(params, tenant=tenant, speculative_reasoning=WRITES_ALL)
         ): Completion.empty("", 1)
         for tenant in ("a", "b")
     }
@@ -296,8 +297,22 @@ def test_a_choice_that_reaches_its_kv_quota_fails_and_others_go_on() -> None:
     assert first.error is not None
     assert "KV quota" in first.error
     assert first.choices[0].finish_reason is FinishReason.ERROR
-    assert first.choices[0].token_ids == [ONE] * 10
+    assert first.choices[0].token_ids == [ONE] * 9
     assert second.choices[0].token_ids == [ONE] * 20
+
+
+@pytest.mark.parametrize(("threshold", "num_steps"), [(0.0, 33), (9.0, 95)])
+def test_the_shortest_steps_may_save_steps_of_the_served_model(threshold: float, num_steps: int) -> None:
+    """One for each judge; also one for the first and for the last token, and for what is rejected."""
+    llm, target, _ = drafting_llm(Endless(), backend=EndlessTarget())
+    rule = replace(WRITES_ALL, threshold=threshold)
+    options = RequestOptions(SamplingParams(max_tokens=64), speculative_reasoning=rule)
+    [completion] = llm.generate([[ONE] * 5 + [THINK]], options)
+    assert completion.choices[0].token_ids == [ONE] * 64
+    assert target.stats().num_steps == num_steps
+    with pytest.raises(RequestError, match=r"must be in \[2, 1024\] \(to judge one token takes"):
+        replace(rule, max_step_tokens=1)
+    llm.close()
 
 
 def test_two_outputs_at_once_add_nothing_behind_a_step() -> None:

@@ -79,7 +79,7 @@ def test_the_defaults_are_taken(live: Live, value: object) -> None:
         "yes",
         {"threshold": 10},
         {"threshold": -1},
-        {"max_step_tokens": 0},
+        {"max_step_tokens": 1},
         {"max_step_tokens": 4096},
         {"max_rejected": 0},
         {"judge": "x" * 1025},

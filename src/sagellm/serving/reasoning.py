@@ -15,6 +15,7 @@ from sagellm.core.protocols.cot import (
     MAX_PROBE_TOKENS,
     MAX_SCORE,
     MAX_STEP_TOKENS,
+    MIN_STEP_TOKENS,
     MIN_WINDOW,
     EarlyExit,
     EarlyStop,
@@ -104,7 +105,7 @@ class SpeculativeReasoningFields(BaseModel):
     model_config = _NOTHING_ELSE
 
     threshold: float = Field(default=_DRAFTED.threshold, ge=0, le=MAX_SCORE)
-    max_step_tokens: int = Field(default=_DRAFTED.max_step_tokens, ge=1, le=MAX_STEP_TOKENS)
+    max_step_tokens: int = Field(default=_DRAFTED.max_step_tokens, ge=MIN_STEP_TOKENS, le=MAX_STEP_TOKENS)
     max_rejected: int = Field(default=_DRAFTED.max_rejected, ge=1, lt=2**31)
     judge: str = Field(default=JUDGE, max_length=MAX_JUDGE_CHARS)
 

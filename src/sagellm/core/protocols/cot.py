@@ -24,6 +24,8 @@ FINAL_ANSWER = "\n\n**Final Answer**\n\\boxed{"
 
 MAX_SCORE = 9
 MAX_JUDGE_CHARS = 1024
+MIN_STEP_TOKENS = 2
+"""To judge one token takes the served model a step, as to draw it: such steps could save nothing."""
 MAX_STEP_TOKENS = 1024
 JUDGE = (
     "\n\nWait, I rate the last step of this reasoning from 0 (wrong or useless) to 9 (right and useful), "
@@ -129,8 +131,10 @@ class SpeculativeReasoning:
         field = "speculative_reasoning"
         if not 0 <= self.threshold <= MAX_SCORE:
             raise _wrong(field, f"threshold must be in [0, {MAX_SCORE}]", self.threshold)
-        if not 1 <= self.max_step_tokens <= MAX_STEP_TOKENS:
-            raise _wrong(field, f"max_step_tokens must be in [1, {MAX_STEP_TOKENS}]", self.max_step_tokens)
+        if not MIN_STEP_TOKENS <= self.max_step_tokens <= MAX_STEP_TOKENS:
+            limit = f"max_step_tokens must be in [{MIN_STEP_TOKENS}, {MAX_STEP_TOKENS}]"
+            why = "to judge one token takes the served model as many steps as to draw it"
+            raise _wrong(field, f"{limit} ({why})", self.max_step_tokens)
         if self.max_rejected < 1:
             raise _wrong(field, "max_rejected must be at least 1", self.max_rejected)
         if len(self.judge) > MAX_JUDGE_CHARS:
