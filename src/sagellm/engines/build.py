@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sagellm.core.clock import Clock
-from sagellm.core.config import Config, KVConfig, SchedulerConfig
+from sagellm.core.config import Config, SchedulerConfig
 from sagellm.core.config_layers import (
     COMMAND_LINE,
     Layer,
@@ -19,24 +19,29 @@ from sagellm.core.config_layers import (
     preset_layer,
     resolve,
 )
-from sagellm.core.errors import ConfigError, UnsupportedModelError
+from sagellm.core.errors import ConfigError
 from sagellm.core.events import EventBus
-from sagellm.core.features import DROPPED_BLOCKS
 from sagellm.core.garbage import nothing_collected
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress, TokenCopies
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
-from sagellm.engines.build_kv import build_kv, build_tiers, prefill_costs, remote_options
-from sagellm.engines.build_speculation import build_speculation, other_tokens, small_config
+from sagellm.engines.build_kv import (
+    build_kv,
+    build_tiers,
+    build_token_copies,
+    check_dropped_blocks,
+    kv_config_of,
+    prefill_costs,
+    remote_options,
+)
+from sagellm.engines.build_speculation import build_reasoning_drafter, build_speculation
 from sagellm.engines.config_file import kv_preset_layer, read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_NAME
 from sagellm.kvmgr.kv_pool.tiers.disk_folder import check_kv_folder
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
-
-log = logging.getLogger("sagellm.engine")
 
 
 def load_config(
@@ -103,35 +108,6 @@ def build_backend(
     return made
 
 
-def _kv_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
-    """The configuration for this model. One line says what of a model with recurrent states is reused."""
-    schema = capability.kv_schema
-    if schema is None or not schema.state_bytes or not config.prefix_caching:
-        return config
-    if config.tenant_shares or config.class_shares:
-        log.warning("no prefix is reused: recurrent states do not go with shares of the pool")
-        return config.model_copy(update={"prefix_caching": False})
-    fewest = schema.state_pages + 2 * schema.num_groups  # a block that is reused and one that is computed
-    if capability.num_blocks < fewest:
-        log.warning(
-            "no prefix is reused: a checkpoint of recurrent state takes %d blocks, there are %d; "
-            "kv.num_blocks of %d or more would do",
-            schema.state_pages,
-            capability.num_blocks,
-            fewest,
-        )
-        return config.model_copy(update={"prefix_caching": False})
-    log.info(
-        "a prefix is reused from %d tokens on, where there is a checkpoint of its recurrent state, in "
-        "prompts of up to %d tokens; a checkpoint takes %d of %d blocks",
-        schema.block_size,
-        (capability.num_blocks - schema.state_pages) // schema.num_groups * schema.block_size,
-        schema.state_pages,
-        capability.num_blocks,
-    )
-    return config
-
-
 def build_engine(
     config: Config,
     backend: InferenceBackend | None = None,
@@ -165,7 +141,7 @@ def _engine_around(
     check_features(passes, capability)
     check_dropped_blocks(config.kv, capability)
     kv = build_kv(
-        _kv_of(config.kv, capability),
+        kv_config_of(config.kv, capability),
         capability.num_blocks,
         tiers=build_tiers(config.kv, backend, clock, events),
         window=capability.sliding_window,
@@ -198,34 +174,6 @@ def _engine_around(
         clock=clock,
         events=events,
     )
-
-
-def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopies | None:
-    """What copies KV to other positions; None without `kv.approximate_reuse`.
-
-    Raises `ConfigError` for a backend or model whose KV cannot be moved.
-    """
-    if not config.approximate_reuse:
-        return None
-    source: Callable[[], TokenCopies] | None = getattr(backend, "token_copier", None)
-    needs = "kv.approximate_reuse needs a model whose layers all have plain attention with RoPE"
-    try:
-        if source is None or not config.prefix_caching:
-            raise UnsupportedModelError(
-                "this backend moves no KV" if source is None else "kv.prefix_caching is off"
-            )
-        return source()
-    except UnsupportedModelError as error:
-        raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error
-
-
-def check_dropped_blocks(config: KVConfig, capability: CapabilityDescriptor) -> None:
-    """Raise `ConfigError` for `kv.compress_reasoning` where no blocks can be dropped."""
-    if config.compress_reasoning and DROPPED_BLOCKS not in capability.features:
-        raise ConfigError(
-            "kv.compress_reasoning needs the native backend, a model whose layers all have plain attention "
-            "with RoPE, and no draft head that is a layer (medusa is none): leave it out"
-        )
 
 
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
@@ -275,7 +223,7 @@ def build_llm(
     tokenizer = read_tokenizer(config)  # first: it is quick, so its errors come before the weights load
     engine = build_engine(config, clock=clock, events=events, progress=progress)
     try:
-        drafter = build_reasoning_drafter(config, engine.capability(), clock)
+        drafter = build_reasoning_drafter(config, engine.capability(), partial(build_engine, clock=clock))
     except BaseException:
         engine.close()
         raise
@@ -288,25 +236,6 @@ def build_llm(
         clock=clock,
         drafter=drafter,
     )
-
-
-def build_reasoning_drafter(
-    config: Config, served: CapabilityDescriptor, clock: Clock | None = None
-) -> Engine | None:
-    """The engine of `speculative.reasoning_model`; None without one.
-
-    Raises `ConfigError` for a model with other tokens.
-    """
-    name = config.speculative.reasoning_model
-    if name is None:
-        return None
-    drafter = build_engine(small_config(config, served, name), clock=clock)
-    if problem := other_tokens(drafter.capability(), served):
-        drafter.close()
-        raise ConfigError(
-            f"speculative.reasoning_model {name!r} {problem}: take another one, of the served model's family"
-        )
-    return drafter
 
 
 def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:

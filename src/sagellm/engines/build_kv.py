@@ -1,6 +1,7 @@
-"""From a configuration to the KV manager: index, policy, pool, shares, tiers.
+"""From a configuration to the KV manager: index, policy, pool, shares, tiers, token copies.
 
-Part of `build.py`, where the modules are joined; it holds no logic.
+It also says which settings a model's KV does not allow. Part of `build.py`, where the modules are joined; it
+holds no logic.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, TypeAlias
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import KVConfig
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, UnsupportedModelError
 from sagellm.core.events import EventBus, TierEvents
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+from sagellm.core.features import DROPPED_BLOCKS
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend, TokenCopies
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.kv_tiers import BlockBytes, BlockFormat, BlockStorage, KVTiers
@@ -50,6 +52,35 @@ MAX_REMOTE_BLOCKS = 1 << 18
 DEFAULT_REUSE_PREDICTOR = "reuse_table"
 TierSource: TypeAlias = Callable[[PrefixReuseIndex, KVPool], KVTiers]
 """Makes the tiers below a device, around its prefix index and its pool."""
+
+
+def kv_config_of(config: KVConfig, capability: CapabilityDescriptor) -> KVConfig:
+    """The configuration for this model. One line says what of a model with recurrent states is reused."""
+    schema = capability.kv_schema
+    if schema is None or not schema.state_bytes or not config.prefix_caching:
+        return config
+    if config.tenant_shares or config.class_shares:
+        log.warning("no prefix is reused: recurrent states do not go with shares of the pool")
+        return config.model_copy(update={"prefix_caching": False})
+    fewest = schema.state_pages + 2 * schema.num_groups  # a block that is reused and one that is computed
+    if capability.num_blocks < fewest:
+        log.warning(
+            "no prefix is reused: a checkpoint of recurrent state takes %d blocks, there are %d; "
+            "kv.num_blocks of %d or more would do",
+            schema.state_pages,
+            capability.num_blocks,
+            fewest,
+        )
+        return config.model_copy(update={"prefix_caching": False})
+    log.info(
+        "a prefix is reused from %d tokens on, where there is a checkpoint of its recurrent state, in "
+        "prompts of up to %d tokens; a checkpoint takes %d of %d blocks",
+        schema.block_size,
+        (capability.num_blocks - schema.state_pages) // schema.num_groups * schema.block_size,
+        schema.state_pages,
+        capability.num_blocks,
+    )
+    return config
 
 
 def build_kv(
@@ -374,3 +405,31 @@ def prefill_costs(capability: CapabilityDescriptor) -> PrefillCostModel:
         known["seconds_per_token"] = capability.prefill_token_s
         known["seconds_per_token_squared"] = capability.prefill_token_squared_s
     return PrefillCostModel(**known)
+
+
+def build_token_copies(config: KVConfig, backend: InferenceBackend) -> TokenCopies | None:
+    """What copies KV to other positions; None without `kv.approximate_reuse`.
+
+    Raises `ConfigError` for a backend or model whose KV cannot be moved.
+    """
+    if not config.approximate_reuse:
+        return None
+    source: Callable[[], TokenCopies] | None = getattr(backend, "token_copier", None)
+    needs = "kv.approximate_reuse needs a model whose layers all have plain attention with RoPE"
+    try:
+        if source is None or not config.prefix_caching:
+            raise UnsupportedModelError(
+                "this backend moves no KV" if source is None else "kv.prefix_caching is off"
+            )
+        return source()
+    except UnsupportedModelError as error:
+        raise ConfigError(f"{needs}, and kv.prefix_caching. {error}: leave it out") from error
+
+
+def check_dropped_blocks(config: KVConfig, capability: CapabilityDescriptor) -> None:
+    """Raise `ConfigError` for `kv.compress_reasoning` where no blocks can be dropped."""
+    if config.compress_reasoning and DROPPED_BLOCKS not in capability.features:
+        raise ConfigError(
+            "kv.compress_reasoning needs the native backend, a model whose layers all have plain attention "
+            "with RoPE, and no draft head that is a layer (medusa is none): leave it out"
+        )

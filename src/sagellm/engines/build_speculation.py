@@ -1,4 +1,4 @@
-"""Makes what proposes tokens, and the backend of a draft model."""
+"""Makes what proposes tokens or reasoning, and the backend of a draft model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.speculative import TokenDrafter
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
+from sagellm.engines.engine import Engine
 from sagellm.engines.speculation import Speculation
 
 log = logging.getLogger("sagellm.engine")
@@ -162,6 +163,25 @@ def build_draft(
         draft.close()
         raise ConfigError(f"the draft {name!r} {problem}: take another one, of the served model's family")
     return draft, left
+
+
+def build_reasoning_drafter(
+    config: Config, served: CapabilityDescriptor, make_engine: Callable[[Config], Engine]
+) -> Engine | None:
+    """The engine of `speculative.reasoning_model`; None without one.
+
+    Raises `ConfigError` for a model with other tokens.
+    """
+    name = config.speculative.reasoning_model
+    if name is None:
+        return None
+    drafter = make_engine(small_config(config, served, name))
+    if problem := other_tokens(drafter.capability(), served):
+        drafter.close()
+        raise ConfigError(
+            f"speculative.reasoning_model {name!r} {problem}: take another one, of the served model's family"
+        )
+    return drafter
 
 
 def small_config(
