@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,12 @@ from safetensors.torch import save_file
 from demo_head import AnyHead, DemoBlock, load_head
 from demo_net import load_net
 from demo_text import Row
-from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.errors import MissingWeightsError, ModelError, WeightShapeError
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.head_files import HEAD_KIND, TRAINED_FOR, head_mark
-from tests.engines.native.driver import Driver
 from tests.engines.native.random_heads import head_tensors, save_demo_head, save_head
-from tests.engines.native.test_heads import made, proposals
+from tests.engines.native.test_heads import WAYS, check_beside_twin, made
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers
 from train_draft_head import train_step
@@ -49,23 +45,9 @@ def twin(tokens: Sequence[int], count: int, path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("way", ["torch", "kernels", "recorded"])
+@pytest.mark.parametrize("way", WAYS)
 def test_one_pass_proposes_what_the_plain_twin_does(way: str, tmp_path: Path) -> None:
-    path = save_demo_head(tmp_path / "head.safetensors", "block")
-    options: dict[str, Any] = {} if way == "torch" else {"kernels": cpu_kernels}
-    if way == "recorded":
-        options["capture"] = lambda _: None
-    backend = made(DEMO_MODEL, path, **options)
-    chosen = random.Random(3)
-    driver = Driver(backend, (11,), propose=lambda s: proposals(backend, s, 5)[: chosen.randrange(5)])
-    sequences = [driver.add([1, *range(300, 330 + i), 1, 76], 24, name=f"r{i}") for i in range(2)]
-    for _ in range(9):
-        driver.step()
-        backend.drafter.check()
-        for sequence in sequences:
-            if sequence.outputs and not sequence.done:
-                most = sequence.max_new - len(sequence.outputs) - 1
-                assert proposals(backend, sequence, 5) == twin(list(sequence.tokens), 5, path)[:most]
+    check_beside_twin(save_demo_head(tmp_path / "head.safetensors", "block"), way, twin, 5)
 
 
 def test_training_computes_what_use_does(tmp_path: Path) -> None:

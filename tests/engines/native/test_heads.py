@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,25 +161,32 @@ def test_a_window_may_pass_tokens_before_their_kv_is_written(tmp_path: Path) -> 
     backend.drafter.check()
 
 
-@pytest.mark.parametrize("way", ["torch", "kernels", "recorded"])
-def test_the_demo_models_head_proposes_what_its_plain_twin_does(way: str) -> None:
+WAYS = ("torch", "kernels", "recorded")
+Twin = Callable[[list[int], int, Path], list[int]]
+"""What a file's head proposes behind tokens, so many, computed anew in plain torch."""
+
+
+def check_beside_twin(path: Path, way: str, twin: Twin, count: int) -> None:
+    """A head of the demo model proposes what its twin does, whatever it is computed by (`WAYS`)."""
     options: dict[str, Any] = {} if way == "torch" else {"kernels": cpu_kernels}
     if way == "recorded":
         options["capture"] = lambda _: None
-    backend = made(DEMO_MODEL, **options)
+    backend = made(DEMO_MODEL, path, **options)
     chosen = random.Random(3)
-    driver = Driver(backend, (11,), propose=lambda s: proposals(backend, s, 4)[: chosen.randrange(5)])
-    prompt = [1, *range(300, 330), 1, 76]
-    sequence = driver.add(prompt, 24)
+    driver = Driver(backend, (11,), propose=lambda s: proposals(backend, s, count)[: chosen.randrange(5)])
+    sequences = [driver.add([1, *range(300, 330 + i), 1, 76], 24, name=f"r{i}") for i in range(2)]
     for _ in range(9):
         driver.step()
         backend.drafter.check()
-        if sequence.outputs and not sequence.done:
-            tokens = list(sequence.tokens)
-            assert (
-                proposals(backend, sequence, 4)
-                == twin(tokens, 4, DEMO_MODEL / HEAD_FILE)[: sequence.max_new - len(sequence.outputs) - 1]
-            )
+        for sequence in sequences:
+            if sequence.outputs and not sequence.done:
+                most = sequence.max_new - len(sequence.outputs) - 1
+                assert proposals(backend, sequence, count) == twin(list(sequence.tokens), count, path)[:most]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_demo_models_head_proposes_what_its_plain_twin_does(way: str) -> None:
+    check_beside_twin(DEMO_MODEL / HEAD_FILE, way, twin, 4)
 
 
 @pytest.mark.parametrize(

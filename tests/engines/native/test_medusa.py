@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from tokenizers import Tokenizer
 from demo_head import AnyHead, DemoMedusa, load_head
 from demo_net import load_net
 from demo_text import Row
-from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.errors import MissingWeightsError, ModelError, WeightShapeError
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.checkpoint import Checkpoint, read_header
 from sagellm.engines.native.head_files import HEAD_KIND, TRAINED_FOR, has_draft_head, head_mark
 from tests.engines.native.driver import Driver, RecordingBackend
 from tests.engines.native.random_heads import head_tensors, save_demo_head, save_head
-from tests.engines.native.test_heads import made, proposals
+from tests.engines.native.test_heads import WAYS, check_beside_twin, made, proposals
 from tests.tiny_models import save_tiny
 from train_demo_model import Progress, Run, make_optimizers
 from train_draft_head import held_out, train_step
@@ -40,22 +38,9 @@ def twin(tokens: list[int], count: int, path: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("way", ["torch", "kernels", "recorded"])
+@pytest.mark.parametrize("way", WAYS)
 def test_blocks_propose_what_their_plain_twin_does(way: str, tmp_path: Path) -> None:
-    path = save_demo_head(tmp_path / "head.safetensors", "medusa")
-    options: dict[str, Any] = {} if way == "torch" else {"kernels": cpu_kernels}
-    if way == "recorded":
-        options["capture"] = lambda _: None
-    backend = made(DEMO_MODEL, path, **options)
-    driver = Driver(backend, (11,), propose=lambda s: proposals(backend, s, 3))
-    sequences = [driver.add([1, *range(300, 330 + i), 1, 76], 24, name=f"r{i}") for i in range(2)]
-    for _ in range(9):
-        driver.step()
-        backend.drafter.check()
-        for sequence in sequences:
-            if sequence.outputs and not sequence.done:
-                most = sequence.max_new - len(sequence.outputs) - 1
-                assert proposals(backend, sequence, 4) == twin(list(sequence.tokens), 4, path)[:most]
+    check_beside_twin(save_demo_head(tmp_path / "head.safetensors", "medusa"), way, twin, 4)
 
 
 def test_training_puts_guesses_at_the_places_that_they_are_of(tmp_path: Path) -> None:
