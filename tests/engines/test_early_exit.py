@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.accel.cot.answers import answer_of
-from sagellm.accel.cot.early_exit import ProbeExit, ProbePoints, completes_answer, confidence_of
+from sagellm.accel.cot.early_exit import (
+    ProbeExit,
+    ProbePoints,
+    answer_behind,
+    completes_answer,
+    confidence_of,
+)
+from sagellm.accel.speculative.suffix import Suffix
 from sagellm.core.errors import RequestError, UnsupportedParameterError
 from sagellm.core.protocols.cot import EarlyExit, EarlyStop, ReasoningStep, StepAction
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
@@ -88,7 +95,7 @@ def probed(tokens: Sequence[int], rule: EarlyExit, index: int) -> ReasoningStep:
             logprobs.append(-float(len(whole)))
         whole.append(token_id)
         if completes_answer(rule.probe, text, has_ended=token_id == EOS):
-            return ReasoningStep(index, True, answer_of(rule.probe + text), confidence_of(logprobs))
+            return ReasoningStep(index, True, answer_behind(rule.probe, text), confidence_of(logprobs))
     return ReasoningStep(index, has_ended=True)
 
 
@@ -238,6 +245,52 @@ def test_an_aborted_request_ends_its_probes() -> None:
         assert engine.stats().blocks_active == 0
         assert llm.step() == []
         assert not llm.has_work()
+
+
+class Breaks(Muses):
+    """Draws reasoning that does not end, and what is no token behind `limit` tokens of it."""
+
+    def __init__(self, limit: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.limit = limit
+
+    def answer(self, tokens: Tokens) -> int:
+        return -1 if len(tokens) == self.limit and END not in tokens.slice(0) else ONE
+
+
+def test_a_choice_that_fails_behind_the_point_of_a_probe_waits_for_it() -> None:
+    """The probe runs already. No other request is to run on for a choice that has ended."""
+    for limit in range(4, 9):
+        engine = fake_engine(Breaks(limit))
+        llm = LLM(engine, demo_tokenizer(), model_name="toy", max_model_len=engine.max_model_len)
+        params = SamplingParams(max_tokens=24, temperature=0.0)
+        [completion] = llm.generate([[ONE, THINK]], RequestOptions(params, early_exit=NEVER_AGREES))
+        assert completion.choices[0].finish_reason is FinishReason.ERROR
+        assert completion.choices[0].token_ids == [ONE] * (limit - 2)
+        assert not llm.has_work()
+        llm._early_exits.check()
+
+
+NEVER_AGREES = EarlyExit(None, 9, every=1, at="token", probe="\nso ", max_probe_tokens=4)
+
+
+def test_a_fork_of_reasoning_has_no_proposals_and_teaches_none() -> None:
+    """A draft model would compute the whole prompt for each probe, and a shared tree keep it."""
+    with load(None, {"kv.num_blocks": 96, "speculative.method": "suffix"}) as llm:
+        engine = llm.engine
+        assert isinstance(engine, Engine)
+        assert engine.speculation is not None
+        proposer = engine.speculation._proposer
+        assert isinstance(proposer, Suffix)
+        params = llm.sampling_params(temperature=0.0, max_tokens=60)
+        never = EarlyExit(None, 128, every=1, at="token", probe="")
+        [completion] = llm.generate([CHAT], RequestOptions(params, early_exit=never))
+        exit_ = completion.choices[0].exit
+        assert exit_ is not None
+        assert exit_.num_probes > 5
+        assert [tree.num_tokens for tree in proposer._shared.trees.values()] == [
+            len(completion.choices[0].token_ids)
+        ]
 
 
 def test_a_stop_string_in_reasoning_ends_the_choice_and_its_probes(demo: LLM) -> None:

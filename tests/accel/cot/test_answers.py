@@ -24,6 +24,10 @@ from sagellm.accel.cot.answers import answer_of
         (r"\boxed{\boxed{9}}", "9"),
         (r"\boxed{a} and \boxed{", "a"),  # that is not closed
         (r"\boxed{} 7", "7"),
+        ("7 \\boxed{\n}", "7"),  # a line break is no answer either
+        ("\\boxed{\n1,000\n}", "1000"),
+        (r"\boxed{$.50}", "0.5"),  # not 50
+        (r"\boxed{-.5.}", "-0.5"),
         (r"} \boxed{a} }", "a"),
         # the last number
         ("5-3=2", "2"),

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from sagellm.accel.cot.early_exit import ProbeExit, ProbePoints, completes_answer, confidence_of
+from sagellm.accel.cot.early_exit import (
+    ProbeExit,
+    ProbePoints,
+    answer_behind,
+    completes_answer,
+    confidence_of,
+)
 from sagellm.core.errors import RequestError
 from sagellm.core.protocols.cot import FINAL_ANSWER, EarlyExit, ReasoningStep, StepAction
 
@@ -88,6 +94,23 @@ def test_an_answer_ends_with_its_box_or_its_line(
     probe: str, text: str, has_ended: bool, is_complete: bool
 ) -> None:
     assert completes_answer(probe, text, has_ended=has_ended) is is_complete
+
+
+@pytest.mark.parametrize(
+    ("probe", "text", "answer"),
+    [
+        (FINAL_ANSWER, "42} of 7", "42"),
+        (FINAL_ANSWER, "\\frac{1}{2}}", "\\frac{1}{2}"),
+        (FINAL_ANSWER, "}", None),
+        (FINAL_ANSWER, "\n}", None),
+        ("\nThe answer is", "", None),  # the model has ended its turn
+        ("\nAnswer of step 2:", " Paris\n", "paris"),
+        ("", "**\n", None),
+        ("", "42\n", "42"),
+    ],
+)
+def test_what_the_probe_says_is_no_answer(probe: str, text: str, answer: str | None) -> None:
+    assert answer_behind(probe, text) == answer
 
 
 def test_confidence_is_the_geometric_mean() -> None:

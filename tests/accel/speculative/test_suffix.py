@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sagellm.accel.speculative.suffix import Suffix
 from sagellm.core.config import Config
 from sagellm.core.errors import BookkeepingError, SageError
 from sagellm.core.protocols.speculative import Asked
-from sagellm.core.types import CapabilityDescriptor, Namespace, Request, Tokens
+from sagellm.core.types import CapabilityDescriptor, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_backend
 from sagellm.engines.build_speculation import build_speculation
 from tests.effort import examples
@@ -103,6 +104,20 @@ def test_the_oldest_outputs_go_first_over_all_namespaces(native: bool) -> None:
     assert proposed(proposer, [71], tenant="a")[0] == ()
     proposer.check()
     assert proposed(Suffix(4, 1.0, 0.1, 1, shared_tokens=0, native=native), [1, 2])[0] == ()
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_requests_that_go_on_for_each_other_add_each_token_once(native: bool) -> None:
+    """As those of a choice with `early_exit` or `speculative_reasoning`."""
+    proposer, answer = Suffix(4, native=native), [3, 4, 5, 6, 7, 8]
+    for drawn in range(len(answer)):
+        request = replace(asked("part", [1, 2]), generated=tuple(answer[:drawn]))
+        proposer.forget(request, Tokens([1, 2, *answer[: drawn + 1]]))
+    assert [tree.num_tokens for tree in proposer._shared.trees.values()] == [len(answer)]
+    alone = replace(asked("alone", [1, 2]), params=SamplingParams(num_speculative_tokens=0))
+    proposer.forget(alone, Tokens([1, 2, *answer]))
+    assert [tree.num_tokens for tree in proposer._shared.trees.values()] == [len(answer)]
+    proposer.check()
 
 
 @pytest.mark.parametrize("native", NATIVE)

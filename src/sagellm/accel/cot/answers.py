@@ -10,7 +10,9 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.])[-\u2212])?(?<![\w.])"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?|\.[0-9]+)"
 )
-_DECORATION = " \t.:;!?*_`\"'$"
+DECORATION = " \t.:;!?*_`\"'$"
+_BEFORE_NUMBER = DECORATION.replace(".", "")
+"""A point in front of a number is a part of it."""
 
 
 def answer_of(text: str, reasoning_end: str = "") -> str | None:
@@ -24,7 +26,7 @@ def answer_of(text: str, reasoning_end: str = "") -> str | None:
         text = text.rpartition(reasoning_end)[2]
     boxed = _last_box(text)
     if boxed is not None:
-        number = _NUMBER.fullmatch(boxed.strip(_DECORATION))
+        number = _NUMBER.fullmatch(boxed.strip().lstrip(_BEFORE_NUMBER).rstrip(DECORATION))
         return _plain_text(boxed) if number is None else _plain_number(number[0])
     numbers = _NUMBER.findall(text)
     if numbers:
@@ -45,7 +47,7 @@ def _last_box(text: str) -> str | None:
             if is_box:
                 boxes.append((start, brace.start()))
     contents = (text[start:end] for start, end in sorted(boxes, reverse=True))
-    return next((content for content in contents if content.strip(_DECORATION)), None)
+    return next((content for content in contents if _plain_text(content)), None)
 
 
 def _plain_number(number: str) -> str:
@@ -61,4 +63,4 @@ def _plain_number(number: str) -> str:
 
 
 def _plain_text(text: str) -> str:
-    return " ".join(text.split()).strip(_DECORATION).casefold()
+    return " ".join(text.split()).strip(DECORATION).casefold()

@@ -12,7 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.accel.cot.answers import DECORATION, answer_of
 from sagellm.core.protocols.cot import CoTPlan, EarlyExit, ReasoningStep, StepAction
+
+_NO_ANSWER = DECORATION + "\n\r{}"
 
 
 class ProbeExit:
@@ -83,6 +86,17 @@ def completes_answer(probe: str, text: str, *, has_ended: bool) -> bool:
         if depth == 0:
             return True
     return False
+
+
+def answer_behind(probe: str, text: str) -> str | None:
+    """The answer that a model gives behind `probe` with a `text` that completes it; None if it is empty.
+
+    What the probe itself says is no answer.
+    """
+    if not text.strip(_NO_ANSWER):
+        return None
+    opens_brace = probe.count("{") > probe.count("}")
+    return answer_of(probe + text if opens_brace else text)
 
 
 def confidence_of(logprobs: Sequence[float]) -> float:

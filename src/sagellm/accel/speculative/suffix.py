@@ -73,9 +73,10 @@ class Suffix:
         """The trees learn from the tokens themselves."""
 
     def forget(self, request: Request, tokens: Tokens) -> None:
-        """Its output goes to the tree of its namespace."""
+        """Its output goes to the tree of its namespace, if it may have proposals itself."""
         self._trees.pop(request.request_id, None)
-        self._shared.add(request, tokens)
+        if request.params.num_speculative_tokens != 0:
+            self._shared.add(request, tokens)
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -100,9 +101,13 @@ class SharedOutputs:
     num_tokens: int = 0
 
     def add(self, request: Request, tokens: Tokens) -> None:
-        """Add the output of a request; of one that is too long, its end."""
-        room = self.max_tokens - self.rules.depth
-        output = tokens.slice(max(len(request.tokens), len(tokens) - max(0, room)))
+        """Add what a request has drawn itself; of too much, its end.
+
+        What it had `generated` when it came is left out: requests that go on for each other, as those of
+        reasoning with probes, would add the same tokens each time.
+        """
+        room, num_given = self.max_tokens - self.rules.depth, len(request.tokens) + len(request.generated)
+        output = tokens.slice(max(num_given, len(tokens) - max(0, room)))
         if not output:
             return
         namespace = request.namespace

@@ -204,7 +204,9 @@ class DraftedReasoning:
         tokens.extend(self._step)
         tokens.extend(judge)
         top, scored = (MAX_LOGPROBS, None) if len(judge) else (None, 0)
-        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top, prompt_logprobs=scored)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=top, prompt_logprobs=scored, num_speculative_tokens=0
+        )
         return Request(
             self.engine_id, tokens, params, arrival_s=now_s, priority=request.priority,
             namespace=request.namespace, service_class=request.service_class, client=request.client,

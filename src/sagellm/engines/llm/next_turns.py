@@ -90,7 +90,7 @@ def turn_behind(
     num_known = num_common(tokens, answered)
     if len(tokens) // schema.block_size <= num_known // schema.block_size:
         return None
-    params = SamplingParams(temperature=0, max_tokens=0)
+    params = SamplingParams(temperature=0, max_tokens=0, num_speculative_tokens=0)
     own = RequestOptions(params, tenant=options.tenant, service_class=options.service_class)
     return NextTurn(tokens, answered, num_known, own, num_known)
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from sagellm.accel.cot.answers import answer_of
-from sagellm.accel.cot.early_exit import ProbePoints, completes_answer, confidence_of
+from sagellm.accel.cot.early_exit import ProbePoints, answer_behind, completes_answer, confidence_of
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.errors import BookkeepingError, RequestError
 from sagellm.core.protocols.acceleration import AccelController
@@ -96,7 +95,8 @@ class ProbedReasoning:
                 name = f"{self.request.request_id}#probe{self._num_points}"
                 stream = self._tokenizer.stream()
                 self.probes.append(_Probe(name, len(self._drawn), self._reasoning.num_tokens, stream))
-        if output.finish_reason is not None and self.probes and self.probes[-1].position == len(self._drawn):
+        last = self.probes[-1] if self.probes and output.finish_reason is not None else None
+        if last is not None and last.position == len(self._drawn) and not last.has_started:
             self.probes.pop()  # the choice has ended there
 
     def due(self) -> list[_Probe]:
@@ -112,7 +112,7 @@ class ProbedReasoning:
         )
 
     def request_of(self, probe: _Probe, now_s: float) -> Request:
-        """The engine request of a probe that starts. It is greedy, and has no hints or goals."""
+        """The engine request of a probe that starts. It is greedy, without hints, goals and proposals."""
         probe.has_started = True
         self._num_probes += 1
         so_far = (*self._drawn[: probe.position], *self._behind_point)
@@ -121,6 +121,7 @@ class ProbedReasoning:
             min_tokens=len(so_far) + 1,
             max_tokens=len(so_far) + self._rule.max_probe_tokens,
             logprobs=None if self._rule.threshold is None else 0,
+            num_speculative_tokens=0,  # a draft would compute all of the prompt for a few tokens
         )
         request = self.request
         return Request(
@@ -142,7 +143,7 @@ class ProbedReasoning:
             if is_complete:
                 break
         if is_complete or output.finish_reason is not None:
-            answer = answer_of(self._rule.probe + probe.text) if is_complete else None
+            answer = answer_behind(self._rule.probe, probe.text) if is_complete else None
             confidence = None if answer is None else confidence_of(probe.logprobs)
             probe.step = ReasoningStep(0, has_ended=True, answer=answer, confidence=confidence)
 
