@@ -65,8 +65,8 @@ def test_the_tokens_are_those_of_an_engine(name: str, tmp_path: Path) -> None:
     verifier = BackendVerifier(backend(tmp_path))
     for number, params in enumerate(PARAMS):
         expected = by_engine(tmp_path, params)
-        for proposer in (PromptLookup(), Knowing(expected)):
-            made = Request(f"{number} {type(proposer).__name__}", Tokens(PROMPT), params)
+        made = Request(str(number), Tokens(PROMPT), params)
+        for proposer in (PromptLookup(), Knowing(expected)):  # of one request, to compare them
             result = LoopDecoder(5).generate(proposer, verifier, made)
             assert list(result.token_ids) == expected
             assert result.num_steps + result.num_accepted == len(expected)

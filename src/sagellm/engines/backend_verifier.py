@@ -20,7 +20,9 @@ class BackendVerifier:
     def __init__(self, backend: InferenceBackend) -> None:
         self._backend, self._capability = backend, backend.capability()
         self._num_groups = backend.get_kv_schema().num_groups
-        self._request_id: str | None = None
+        self._request: Request | None = None
+        self._length = 0
+        """Of the request's tokens, those that the row has, and the one drawn behind them."""
         self._num_steps = 0
 
     def verify(self, request: Request, tokens: Tokens, proposal: Proposal) -> Verification:
@@ -33,11 +35,12 @@ class BackendVerifier:
                 f"{length + num_proposed} tokens need more than the {num_blocks} blocks of {block_size}: "
                 "give the backend more (kv.num_blocks), or the request fewer tokens"
             )
-        if request.request_id != self._request_id:
+        if request is not self._request or length != self._length:  # a request may be answered once more
             self._join(request, tokens, num_blocks)
         chains = (Chain(0, proposal.token_ids, proposal.parents),) if num_proposed else ()
         plan = ExecutionPlan(self._num_steps, decode_rows=(0,), decode_positions=(length - 1,), chains=chains)
         drawn = self._execute(plan)
+        self._length = length + len(drawn)
         return Verification(drawn[:-1], drawn[-1])
 
     def _join(self, request: Request, tokens: Tokens, num_blocks: int) -> None:
@@ -48,10 +51,10 @@ class BackendVerifier:
             tuple(range(num_blocks * self._num_groups)), request.params, request.eos_token_ids,
         )  # fmt: skip
         prefill = Prefill(0, request.request_id, 0, num_before, samples=False)
-        left = () if self._request_id is None else (0,)
+        left = () if self._request is None else (0,)
         prefills = (prefill,) if num_before else ()
         self._execute(ExecutionPlan(self._num_steps, joined=(join,), left=left, prefills=prefills))
-        self._request_id = request.request_id
+        self._request = request
 
     def _execute(self, plan: ExecutionPlan) -> tuple[int, ...]:
         self._num_steps += 1
