@@ -79,6 +79,9 @@ def test_a_step_ends_with_a_line_that_is_not_empty(text: str, most: int, length:
         ({"max_step_tokens": 0}, "max_step_tokens"),
         ({"max_step_tokens": MAX_STEP_TOKENS + 1}, "max_step_tokens"),
         ({"max_rejected": 0}, "max_rejected"),
+        ({"max_rejected": 1.5}, "max_rejected must be an integer"),
+        ({"threshold": "7"}, "threshold must be a number"),
+        ({"judge": 3}, "judge must be a text"),
         ({"judge": "x" * (MAX_JUDGE_CHARS + 1)}, "judge"),
     ],
 )

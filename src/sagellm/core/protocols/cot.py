@@ -6,12 +6,13 @@ that ask for it are concerned. What it decides is a plan; `engines/llm` starts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from sagellm.core.errors import RequestError, shown
+from sagellm.core.field_checks import is_integer, is_number
 from sagellm.core.types import MAX_N
 
 MIN_WINDOW = 2
@@ -59,8 +60,9 @@ class EarlyStop:
     growth: int = 2
 
     def __post_init__(self) -> None:
-        window: object = self.window
-        if not isinstance(window, int) or not MIN_WINDOW <= window <= MAX_N:
+        _check_types(self, "early_stop")
+        window, growth = self.window, self.growth
+        if not MIN_WINDOW <= window <= MAX_N:
             raise RequestError(
                 f"early_stop.window must be an integer in [{MIN_WINDOW}, {MAX_N}], got {window}", "early_stop"
             )
@@ -68,8 +70,7 @@ class EarlyStop:
             raise RequestError(
                 f"early_stop.confidence must be above 0.5 and below 1, got {self.confidence}", "early_stop"
             )
-        growth: object = self.growth
-        if not isinstance(growth, int) or not 1 <= growth <= MAX_N:
+        if not 1 <= growth <= MAX_N:
             raise RequestError(
                 f"early_stop.growth must be an integer in [1, {MAX_N}], got {growth}", "early_stop"
             )
@@ -93,6 +94,7 @@ class EarlyExit:
     max_probe_tokens: int = 16
 
     def __post_init__(self) -> None:
+        _check_types(self, "early_exit")
         if (self.threshold is None) == (self.window is None):
             both = f"{self.threshold} and {self.window}"
             raise _wrong("early_exit", "needs either a threshold or a window", both)
@@ -129,6 +131,7 @@ class SpeculativeReasoning:
 
     def __post_init__(self) -> None:
         field = "speculative_reasoning"
+        _check_types(self, field)
         if not 0 <= self.threshold <= MAX_SCORE:
             raise _wrong(field, f"threshold must be in [0, {MAX_SCORE}]", self.threshold)
         if not MIN_STEP_TOKENS <= self.max_step_tokens <= MAX_STEP_TOKENS:
@@ -139,6 +142,22 @@ class SpeculativeReasoning:
             raise _wrong(field, "max_rejected must be at least 1", self.max_rejected)
         if len(self.judge) > MAX_JUDGE_CHARS:
             raise _wrong(field, f"judge has at most {MAX_JUDGE_CHARS} characters", len(self.judge))
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "int": ("an integer", is_integer),
+    "float": ("a number", is_number),
+    "str": ("a text", lambda value: isinstance(value, str)),
+}
+
+
+def _check_types(rule: Any, field: str) -> None:
+    """Raise `RequestError` for a value of another type than its field."""
+    for each in fields(rule):
+        name, *or_none = each.type.split(" | ")
+        value = getattr(rule, each.name)
+        if name in _TYPES and not (or_none and value is None) and not _TYPES[name][1](value):
+            raise _wrong(field, f"{each.name} must be {_TYPES[name][0]}", value)
 
 
 def _wrong(field: str, wanted: str, given: object) -> RequestError:
