@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sagellm.accel.cot.reasoning import ReasoningTracker
 from sagellm.core.types import SamplingParams
@@ -40,6 +44,27 @@ def test_only_tokens_between_markers_count() -> None:
         counts.append(tracker.num_tokens)
     assert counts == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3]
     assert tracker.forced_id is None
+
+
+@given(
+    prompt=st.lists(st.sampled_from([TEXT, THINK, END, EOS]), max_size=6),
+    outputs=st.lists(st.sampled_from([TEXT, TEXT, THINK, END, EOS]), max_size=20),
+    as_array=st.booleans(),
+)
+def test_many_tokens_at_once_are_as_many_single_ones(
+    prompt: list[int], outputs: list[int], as_array: bool
+) -> None:
+    """The slow twin looks at each token."""
+    plain = behind(prompt)
+    marks = [token for token in prompt if token != TEXT]
+    assert plain.is_inside == (marks[-1:] == [THINK])
+    fast = replace(plain)
+    fast.extend(array("i", outputs) if as_array else outputs)
+    for token_id in outputs:
+        plain.push(token_id)
+    assert fast == plain
+    assert isinstance(fast.num_tokens, int)
+    assert isinstance(fast.is_inside, bool)
 
 
 def test_reasoning_of_the_prompt_does_not_count() -> None:

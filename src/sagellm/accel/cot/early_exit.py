@@ -89,7 +89,7 @@ def completes_answer(probe: str, text: str, *, has_ended: bool) -> bool:
 
 
 def answer_behind(probe: str, text: str) -> str | None:
-    """The answer that a model gives behind `probe` with a `text` that completes it; None if it is empty.
+    """The answer that a complete `text` gives behind `probe`; None if it is empty.
 
     What the probe itself says is no answer.
     """

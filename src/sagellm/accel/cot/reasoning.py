@@ -9,8 +9,11 @@ preempted, computed in chains of proposed tokens, or goes on at another instance
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from sagellm.core.types import SamplingParams
 
@@ -37,7 +40,7 @@ class ReasoningTracker:
         cls,
         params: SamplingParams,
         prompt: Sequence[int],
-        outputs: Iterable[int],
+        outputs: Sequence[int],
         eos_token_ids: Collection[int],
     ) -> ReasoningTracker | None:
         """Of a request that has drawn `outputs`; None if its reasoning has no budget."""
@@ -47,8 +50,7 @@ class ReasoningTracker:
         tracker.soft_budget = params.soft_reasoning_tokens
         if params.soft_reasoning_slope is not None:
             tracker.slope = params.soft_reasoning_slope
-        for token_id in outputs:
-            tracker.push(token_id)
+        tracker.extend(outputs)
         return tracker
 
     @classmethod
@@ -65,9 +67,8 @@ class ReasoningTracker:
         behind the last start marker come no end marker and no end of a turn.
         """
         start_id, end_id = marker_ids
-        closing = {end_id, *eos_token_ids}
-        last = next((token for token in reversed(prompt) if token == start_id or token in closing), end_id)
-        return cls(start_id, end_id, budget, last == start_id)
+        places = _places(prompt, (start_id, end_id, *eos_token_ids))
+        return cls(start_id, end_id, budget, bool(places) and prompt[places[-1]] == start_id)
 
     @property
     def forced_id(self) -> int | None:
@@ -90,3 +91,20 @@ class ReasoningTracker:
             self.is_inside = False
         else:
             self.num_tokens += 1
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """As `push` for each of them. Looks at markers alone: a draft model joins its rows in each step."""
+        places = _places(token_ids, (self.start_id, self.end_id))
+        for before, place in pairwise((-1, *places)):
+            self.num_tokens += self.is_inside * (place - before - 1)
+            self.push(token_ids[place])
+        self.num_tokens += self.is_inside * (len(token_ids) - 1 - (places[-1] if places else -1))
+
+
+def _places(token_ids: Sequence[int], wanted: Collection[int]) -> list[int]:
+    """The positions of the wanted tokens."""
+    ids = np.asarray(token_ids)
+    found = np.zeros(len(ids), dtype=bool)
+    for token_id in wanted:
+        found |= ids == token_id
+    return np.flatnonzero(found).tolist()

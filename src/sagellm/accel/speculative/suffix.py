@@ -73,7 +73,10 @@ class Suffix:
         """The trees learn from the tokens themselves."""
 
     def forget(self, request: Request, tokens: Tokens) -> None:
-        """Its output goes to the tree of its namespace, if it may have proposals itself."""
+        """Its output goes to the tree of its namespace.
+
+        Not that of a request which wants no proposals itself, such as a probe of reasoning.
+        """
         self._trees.pop(request.request_id, None)
         if request.params.num_speculative_tokens != 0:
             self._shared.add(request, tokens)

@@ -86,12 +86,11 @@ class RowSampler:
             row.bias_ids = torch.tensor(list(known), dtype=torch.long, device=device)
             row.bias = torch.tensor(list(known.values()), dtype=torch.float64, device=device)
         if params.has_penalties:
-            drawn = torch.tensor(outputs, dtype=torch.long)
-            row.seen = torch.zeros(vocab_size, dtype=torch.bool)
-            row.seen[torch.tensor(prompt, dtype=torch.long)] = True
-            row.seen[drawn] = True
-            row.counts = torch.bincount(drawn, minlength=vocab_size).float()
-            row.seen, row.counts = row.seen.to(device), row.counts.to(device)
+            given, drawn = (np.array(ids, dtype=np.int64) for ids in (prompt, outputs))
+            counts = np.bincount(drawn, minlength=vocab_size).astype(np.float32)
+            seen = counts > 0
+            seen[given] = True
+            row.seen, row.counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
         changed = held_back or params.logit_bias or params.has_penalties
         changed = changed or params.soft_reasoning_tokens is not None
         draws = vocab_size <= SMALL_VOCABULARY and not _is_filtered(params, vocab_size)
