@@ -16,8 +16,8 @@ FIT_FIRST, FIT_LAST, FIT_SHARE = 64, 4096, 8
 """The model is fitted after 64 new records, later after one in eight of all so far, at most 4096."""
 FEWEST_USES = 16
 """No fit before so many paths were used again."""
-FEW_KINDS = 64
-"""A fit of so many kinds takes 0.6 ms and is done at once."""
+FEW_KINDS = 256
+"""A fit of so many kinds takes 1.3 ms and is done at once, so that a short history is used at once."""
 NUM_FEATURES = 7
 SHARED = -1
 """The kind of a prefix that many requests share. It has a rate of its own, and does not teach the model."""
