@@ -163,6 +163,12 @@ def test_collectives_have_every_row() -> None:
         measured(collectives.BENCHMARK, "r", tiny("two"))
 
 
+def test_the_proposers_measured_by_default_need_no_model() -> None:
+    variants = ["prompt_lookup", "suffix", speculative.PYTHON, speculative.TREES]
+    assert [*speculative.BENCHMARK.names()] == variants
+    assert measured(speculative.BENCHMARK, "p", tiny(*variants)).rows
+
+
 def test_proposers_have_every_row() -> None:
     plan = tiny("suffix", speculative.PYTHON, "prompt_lookup")
     rows = measured(speculative.BENCHMARK, "pse", plan).rows
