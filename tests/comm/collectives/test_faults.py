@@ -54,8 +54,12 @@ def test_a_killed_rank_fails_the_work_of_the_others(name: str) -> None:
 
 def killed_before_its_message(rank: int, world_size: int, folder: str, name: str) -> str:
     backend = made(name, rank, world_size, folder)
+    joined = Path(folder) / "joined"
     if rank == 1:
+        while not joined.exists():  # who dies earlier fails the connecting
+            time.sleep(0.01)
         die()
+    joined.touch()
     work = backend.recv(torch.empty(10), 1)
     while work.poll() is WorkStatus.PENDING:
         time.sleep(0.01)
@@ -71,6 +75,19 @@ def test_a_killed_rank_fails_a_receive(name: str) -> None:
     answer, _ = run_ranks(2, killed_before_its_message, name)
     passed([answer])
     assert "died" in answer
+
+
+def killed_before_it_joins(rank: int, world_size: int, folder: str) -> str:
+    if rank == 1:
+        die()
+    with pytest.raises(CommError, match="rank 0 could not join its group") as raised:
+        group("torch_distributed", rank, world_size, folder, timeout_s=1.0)
+    return str(raised.value)
+
+
+def test_a_rank_that_dies_before_it_joins_fails_the_joining_of_the_others() -> None:
+    answer, _ = run_ranks(2, killed_before_it_joins)
+    passed([answer])
 
 
 def left(rank: int, world_size: int, folder: str) -> str:

@@ -110,7 +110,10 @@ class TorchDistributedBackend(CheckedBackend):
         if group is None:
             if store is None:
                 raise ValueError("give a store that all ranks share, or a process group")
-            self._group = process_group(backend, rank, world_size, store, timeout_s, hostname)
+            try:
+                self._group = process_group(backend, rank, world_size, store, timeout_s, hostname)
+            except RuntimeError as error:
+                raise CommError(f"rank {rank} could not join its group: {_first_line(error)}") from error
         self._broken.on_failure.append(lambda _: self._leave())
 
     def barrier(self) -> TorchWork:
@@ -362,8 +365,12 @@ def _abort(group: ProcessGroup) -> None:
 def _failure(error: BaseException) -> CommError:
     if not isinstance(error, RuntimeError):
         return CommError(f"this rank was interrupted: {error!r}")
+    return CommError(f"a rank died, left or did not answer in time: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
     [first, *_] = str(error).splitlines() or [""]
-    return CommError(f"a rank died, left or did not answer in time: {first[:_SHOWN_CHARS]}")
+    return first[:_SHOWN_CHARS]
 
 
 PLUGIN = TorchDistributedBackend
