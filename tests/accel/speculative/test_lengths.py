@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.accel.speculative.lengths import (
     FIRST_PAUSE,
+    GROWTH,
     LEAST_ASKED,
     PLAIN_EVERY,
     PLAIN_STEPS,
@@ -157,13 +158,27 @@ def test_tokens_of_a_tree_count_with_their_paths() -> None:
 
 
 def test_chains_do_not_hold_up_prompts() -> None:
-    lengths = learned(lambda size: 0.01 + 0.0001 * size, range(2, 10))
+    lengths = learned(lambda size: 0.013 + 0.0001 * size, range(2, 10))
     for size in 3 * (500, 600, 700):
-        lengths.times.observe(size, 0.01 + 0.0001 * size)
+        lengths.times.observe(size, 0.013 + 0.0001 * size)
     lengths.verified("a", 12, 11)
     assert lengths.choose([("a", unknown(4))], 1, 0) == [4]
     chosen = lengths.choose([("a", unknown(4))], 1, 600)
     assert chosen == [1], "a proposed token takes the time of a prompt token, and counts less"
+
+
+def test_steps_grow_from_what_was_measured() -> None:
+    """16 requests with 20 proposed tokens each, on a machine that computes as long as a step is large."""
+    lengths, most = ChainLengths(), 0
+    for _ in range(PLAIN_STEPS):
+        lengths.step_took(16, 0, 0, linear(16))
+    names = [str(number) for number in range(16)]
+    for _ in range(40):
+        num_proposed = sum(lengths.choose([(name, unknown(20)) for name in names], 16, 0))
+        most = max(most, num_proposed)
+        lengths.step_took(16, 0, num_proposed, linear(16 + num_proposed))
+    assert most == (GROWTH - 1) * 16
+    assert num_proposed == 0
 
 
 def test_plain_steps_come_first_and_now_and_then() -> None:

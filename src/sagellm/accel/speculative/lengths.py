@@ -18,14 +18,16 @@ from dataclasses import dataclass
 FIRST_RATE = 0.7
 """The chance of acceptance, before anything was verified."""
 PRIOR_TOKENS = 3.0
-"""A request's own chance counts as much as the server's once it has verified so many tokens.
-
-So do tokens with one estimate, beside the estimate itself.
-"""
+"""Tokens with one estimate count as much as the estimate itself once so many were verified."""
+REQUEST_PRIOR = 6.0
+"""A request's own chance counts as much as the server's once it has verified so many tokens."""
 KEPT, KEPT_BY_SERVER = 0.9, 0.99
 """What is kept of the counts at each verification: of a request, of all."""
-LEAST_GAIN = 0.02
-"""Tokens for each request with a chain that a step must gain at least: times are noisy."""
+LEAST_GAIN = 0.05
+"""Tokens for each request with a chain that a step must gain at least: times are noisy, and where only some
+requests gain, the others end later, in smaller steps."""
+GROWTH = 8
+"""A step has at most so many times the positions of the largest that was measured, since nobody knows more."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 """Steps until a request whose chains do not pay is tried again. They double with each trial."""
 TRIED_TOKENS = 1
@@ -74,6 +76,11 @@ class MeasuredTimes:
         self._sizes: list[float] = []
         self._ratios: list[float] = []
         """By class with enough samples, their mean size, which follows, and ratio to the level."""
+
+    @property
+    def largest(self) -> float:
+        """The mean size of the largest known class. 0 before the first step."""
+        return self._sizes[-1] if self._sizes else 0.0
 
     def has_begun(self, num_positions: int) -> bool:
         """Whether the first step of this size is over; it may record or compile."""
@@ -156,7 +163,7 @@ class Acceptance:
         own = self._requests.get(request_id)
         if own is None:
             return general
-        prior = PRIOR_TOKENS * general
+        prior = REQUEST_PRIOR * general
         return min(general * (own.accepted + prior) / (own.decided + prior), MOST_CHANCE)
 
     def _general(self, estimate: float | None) -> float:
@@ -356,7 +363,8 @@ class ChainLengths:
         plain_s = self.times.seconds(num_others)
         speed = num_others / (plain_s or 1.0)
         num_best, expected, gain = 0, float(num_others), 0.0
-        for number, (chance, _) in enumerate(chances, 1):
+        most = GROWTH * max(num_others, int(self.times.largest)) - num_others
+        for number, (chance, _) in enumerate(chances[:most], 1):
             expected += chance
             now = expected / (self.times.seconds(num_others + number) or 1.0)
             if now >= speed:
