@@ -27,7 +27,7 @@ LEAST_GAIN = 0.05
 """Tokens for each request with a chain that a step must gain at least: times are noisy, and where only some
 requests gain, the others end later, in smaller steps."""
 GROWTH = 8
-"""A step has at most so many times the positions of the largest that was measured, since nobody knows more."""
+"""A step has at most so many times the positions of the largest that was measured: no more is known."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 """Steps until a request whose chains do not pay is tried again. They double with each trial."""
 TRIED_TOKENS = 1
