@@ -15,8 +15,8 @@ TYPED := $(wildcard src tools tests benchmarks examples)
 FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/contracts tests/test_imports.py tests/test_public_surface.py)
 # Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
 TESTS := not gpu and not slow and not peer and not root
-# As many at a time as there are cores, at most four: each holds a gigabyte.
-WORKERS := -n logical --maxprocesses 4 --dist loadfile
+# As many at a time as there are cores, at most four: each holds a gigabyte. Three on two cores, since tests of servers wait.
+WORKERS := -n $(if $(filter 2,$(shell nproc)),3,logical) --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo serve test test-vllm test-lmdeploy test-sglang check fast mutants format docs clean
 

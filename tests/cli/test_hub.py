@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sagellm.engines.native import DEMO_MODEL
+from tests import forked_commands
 from tests.fake_hub import FakeHub, running_hub
 
 DEMO = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir() if path.is_file()}
@@ -29,14 +29,7 @@ def sagellm(
 ) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAGELLM_", "HF_"))}
     where = {"HF_ENDPOINT": hub.endpoint if hub else "http://127.0.0.1:9", "HF_HOME": str(home)}
-    return subprocess.run(
-        [sys.executable, "-m", "sagellm", *arguments],
-        capture_output=True,
-        text=True,
-        env={**clean, **where, "COLUMNS": "80", **more},
-        timeout=120,
-        check=False,
-    )
+    return forked_commands.sagellm(*arguments, environment={**clean, **where, "COLUMNS": "80", **more})
 
 
 def sharded(tmp_path: Path) -> Mapping[str, bytes]:

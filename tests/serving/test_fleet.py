@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from sagellm.engines.build import load_config
 from sagellm.engines.llm import LLM
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.tokenizer_of import tokenizer_of
+from tests import forked_commands
 from tests.builders import fake_engine
 from tests.serving.fleet_processes import Fleet, running_fleet
 from tests.slow_tokens import SlowTokens
@@ -278,14 +278,7 @@ def test_a_router_outside_follows_each_instance(fleet: Fleet) -> None:
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "sagellm", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    return forked_commands.sagellm(*arguments, environment={**os.environ, "COLUMNS": "200"})
 
 
 @pytest.mark.parametrize(
