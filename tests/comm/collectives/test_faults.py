@@ -31,6 +31,7 @@ def made(name: str, rank: int, world_size: int, folder: str, **options: Any) -> 
 def killed_in_the_middle(rank: int, world_size: int, folder: str, name: str) -> str:
     backend = made(name, rank, world_size, folder)
     buffer = torch.ones(1 << 20)
+    backend.barrier().wait()  # all have joined
     if rank == 1:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     with pytest.raises(CommError) as raised:
