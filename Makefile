@@ -16,7 +16,7 @@ FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/c
 # Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
 TESTS := not gpu and not slow and not peer and not root
 # As many at a time as there are cores, at most four: each holds a gigabyte. Three on two cores, since tests of servers wait.
-WORKERS := -n $(if $(filter 2,$(shell nproc)),3,logical) --maxprocesses 4 --dist loadfile
+WORKERS := -n $(if $(filter 2,$(shell nproc 2>/dev/null)),3,logical) --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo serve test test-vllm test-lmdeploy test-sglang check fast mutants format docs clean
 

@@ -89,6 +89,7 @@ def killed_before_it_joins(rank: int, world_size: int, folder: str) -> str:
 def test_a_rank_that_dies_before_it_joins_fails_the_joining_of_the_others() -> None:
     answer, _ = run_ranks(2, killed_before_it_joins)
     passed([answer])
+    assert answer.startswith("rank 0 could not join its group: ")
 
 
 def left(rank: int, world_size: int, folder: str) -> str:

@@ -364,7 +364,8 @@ class ChainLengths:
         speed = num_others / (plain_s or 1.0)
         num_best, expected, gain = 0, float(num_others), 0.0
         most = GROWTH * max(num_others, int(self.times.largest)) - num_others
-        for number, (chance, _) in enumerate(chances[:most], 1):
+        del chances[most:]
+        for number, (chance, _) in enumerate(chances, 1):
             expected += chance
             now = expected / (self.times.seconds(num_others + number) or 1.0)
             if now >= speed:

@@ -89,7 +89,7 @@ class TorchDistributedBackend(CheckedBackend):
     `backend` names the transport; gloo listens at `hostname`: give the loopback address where all ranks are
     on this host. `store` is a `torch.distributed.Store`; groups that share one need a `PrefixStore` each.
     `group` is a process group that exists already, and replaces both. `broken`: of another backend,
-    with which this one fails.
+    with which this one fails. Raises `CommError` where a rank dies or does not come while the group is made.
     """
 
     def __init__(
