@@ -78,7 +78,7 @@ def measured(trace: BlockTrace, device: str, policy: str, costs: Costs) -> list[
     """A row for each size of the tier."""
     size, rows = capacity(device, trace.num_unique).num_blocks, []
     for factor in FACTORS:
-        served = replay_tiered(trace, size, factor * size, policy)
+        served = replay_tiered(trace, size, factor * size, policy).served
         reused = sum(each.num_on_device + each.num_loaded for each in served)
         row: dict[str, Any] = {
             "device": device, "device_blocks": size, "factor": factor, "policy": policy,

@@ -64,7 +64,10 @@ def test_a_larger_tier_hits_more_of_a_trace() -> None:
     trace = block_trace(read_trace(CHAT))
     size = trace.longest
     hits = [
-        sum(each.num_on_device + each.num_loaded for each in replay_tiered(trace, size, slots * size, "lru"))
+        sum(
+            each.num_on_device + each.num_loaded
+            for each in replay_tiered(trace, size, slots * size, "lru").served
+        )
         for slots in (0, 2, 20)
     ]
     assert hits[0] < hits[1] < hits[2] <= sum(trace.bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from sagellm.compat import PrefixMatcher
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, Event, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import Extent, GiveUp
+from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
 from sagellm.core.protocols.prefix_cache import (
     InsertResult,
     MatchEnd,
@@ -324,6 +325,22 @@ class IndexMachine(RuleBasedStateMachine):
         assert freed is not None
         assert len(self.went(list(freed), "test")) == count
 
+    @rule(account=st.one_of(st.none(), accounts), count=counts)
+    def evict_paths(self, account: Account | None, count: int) -> None:
+        """Each block that goes is on a path that is returned, with its tokens, as all before it are."""
+        twin = self.twin.copy()
+        own = self.unpinned_of(account) if account else self.twin.keys() - self.held()
+        freed, paths = self.index.evict_paths(count, account, "test")
+        assert len(freed) == min(count, len(own)) or (account and len(freed) < count)
+        gone = self.went(list(freed), "test")
+        told = [prefixes(path.tokens.tolist(), path.namespace) for path in paths]
+        for path, whole in zip(paths, told, strict=True):
+            assert list(path.block_ids) == [twin[one].block for one in whole]
+            assert path.account == twin[whole[-1]].account
+            assert whole[-1] in gone
+            assert not any(whole[-1] in other for other in told if other is not whole)
+        assert gone <= {one for whole in told for one in whole}
+
     @rule(account=accounts, count=counts)
     def evict_from(self, account: Account, count: int) -> None:
         own = self.unpinned_of(account)
@@ -463,6 +480,35 @@ def test_the_last_used_stays_longest_and_tails_go_before_heads(name: str) -> Non
         index.unpin(index.pin(index.lookup(Tokens([1, 1, 1, 1]))))
         freed = [index.evict(1) for _ in range(4)]
         assert [list(one or ()) for one in freed] == [[2], [3], [1], [0]]
+
+
+@each_index
+def test_a_path_that_is_held_for_a_copy_counts_as_no_use(name: str) -> None:
+    class Listening(LRUPolicy):
+        heard: list[str] = []  # noqa: RUF012 - of all of them
+
+        def pin(self, key: int) -> None:
+            self.heard.append("used")
+            super().pin(key)
+
+    index = filled(name, [1, 1], [2, 2], policy=Listening())
+    index.hint(index.lookup(Tokens([1, 1])), Hint(expected=True))
+    index.unpin(index.pin(index.lookup(Tokens([1, 1])), is_use=False), is_use=False)
+    assert not Listening.heard
+    assert list(index.evict(1) or ()) == [1], "the hint still holds"
+    index.pin(index.lookup(Tokens([1, 1])))
+    assert Listening.heard == ["used"]
+
+
+@each_index
+def test_what_has_ended_is_not_among_the_evicted_paths(name: str) -> None:
+    index = filled(name, [1, 1, 1, 1], [1, 1, 2, 2], [3, 3])
+    index.hint(index.lookup(Tokens([1, 1, 1, 1])), Hint(ended=True))
+    freed, paths = index.evict_paths(9)
+    assert sorted(freed) == [0, 1, 2, 3]
+    assert sorted(path.tokens.tolist() for path in paths) == [[1, 1, 2, 2], [3, 3]]
+    assert [list(path.block_ids) for path in paths if len(path.block_ids) > 1] == [[0, 2]]
+    assert index.evict_paths(9) == (array("i"), [])
 
 
 class Strict(LRUPolicy):

@@ -330,3 +330,20 @@ def test_a_group_with_other_members_shares_nothing_with_the_one_before() -> None
     assert of_a({"team": ["b", "a"], "more": ["c"]}) == of_a({"team": ["a", "b"]})
     engine = fake_engine(sharing_groups={"team": ["a", "b"]})
     assert engine.kv.namespace_of(tenant("b")) == names[2]
+
+
+def test_write_back_evicts_what_is_above_the_guarantees() -> None:
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=64, max_model_len=256), host_blocks=256, write_policy="write_back",
+        host_gb=1.0, free_watermark=0.25, max_batched_tokens=8, tenant_shares={"a": {"guaranteed": 0.25}},
+    )  # fmt: skip
+    assert isinstance(engine.kv.tiers, HierarchyManager)
+    for index in range(12):
+        name = "a" if index == 0 else "b"
+        engine.add(request(f"r{index}", [index + 1] * 40, 1, namespace=tenant(name)))
+        assert outcomes(engine) == {f"r{index}": None}
+        engine.drain()
+    evicted = engine.kv.allocator.num_evicted
+    assert evicted["saved"] > 0
+    assert engine.kv.index.lookup(Tokens([1] * 40), tenant("a")).num_tokens == 40
+    assert engine.kv.tiers.states()[0].stored > 0

@@ -33,6 +33,8 @@ class Tiers:
         self.whole: set[str] = set()
         self.is_deep = False
         self.loads: Any = self
+        self.writes: Any = self
+        self.num_rounds = self.num_leaving = 0
         self.arrivals, self.num_blocks = self, 0
 
     def bring_up(self, state: RequestState, **options: object) -> TierLookup:
@@ -50,6 +52,8 @@ class Tiers:
         return came
 
     def start_loads(self) -> None: ...
+
+    def advance(self) -> None: ...
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.loading:

@@ -92,10 +92,20 @@ class ServedPrompt(NamedTuple):
 class TieredDevice:
     """A device of `num_blocks` blocks with a tier of `num_slots` below it.
 
-    With 0 slots there is no tier. `close` ends the threads.
+    With 0 slots there is no tier. `writes_back`: blocks are saved when they are evicted, not when they are
+    computed. `close` ends the threads.
     """
 
-    def __init__(self, num_blocks: int, num_slots: int, index_of: IndexOf, pool_of: PoolOf) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_slots: int,
+        index_of: IndexOf,
+        pool_of: PoolOf,
+        *,
+        writes_back: bool = False,
+    ) -> None:
+        self._writes_back = writes_back
         self.index, self.pool = index_of(num_blocks), pool_of(num_blocks)
         self._block_size = self.index.block_size
         arrivals = PrefixArrivals(self.index, self.pool)
@@ -115,8 +125,9 @@ class TieredDevice:
             self.settle()
         num_reused, whole = self.compute(tokens, namespace)
         use = Use(num_output_tokens, num_reused)
-        self.tiers.offer(whole, use=use)
-        self.settle()
+        if not self._writes_back:
+            self.tiers.offer(whole, use=use)
+            self.settle()
         self.index.unpin(whole, use)
         return ServedPrompt(num_on_device, num_reused - num_on_device, whole.num_blocks)
 
@@ -147,24 +158,38 @@ class TieredDevice:
 
     def evict_all(self) -> None:
         """Empty the device; the tier keeps what it has."""
-        self._evict(self.index.num_evictable)
+        self._make_room(self.pool.total_blocks)
 
     def close(self) -> None:
         self.tiers.close()
 
     def _make_room(self, num_blocks: int, account: Account | None = None) -> None:
-        self._evict(min(num_blocks - self.pool.num_free, self.index.num_evictable))
-
-    def _evict(self, num_blocks: int) -> None:
-        evicted = self.index.evict(num_blocks) if num_blocks > 0 else None
-        if evicted:
-            self.pool.take_back(OWNER, evicted)
+        """Evict; with write-back also save, and wait for it."""
+        missing = min(num_blocks - self.pool.num_free, self.index.num_evictable)
+        if missing <= 0:
+            return
+        evicted, paths = self.index.evict_paths(missing)
+        give_back = partial(self.pool.take_back, OWNER, evicted)
+        if not self._writes_back:
+            give_back()
+            return
+        self.tiers.save_evicted(paths, give_back)
+        self.settle()
 
     def _no_hashes(self, path: bytes, namespace: Namespace) -> list[bytes]:
         return [b""] * (len(path) // (self._block_size * TOKEN_BYTES))
 
 
-def replay_tiered(trace: BlockTrace, num_blocks: int, num_slots: int, policy: str) -> list[ServedPrompt]:
+class TieredReplay(NamedTuple):
+    """What became of each prompt, and how many blocks were written to the tier."""
+
+    served: list[ServedPrompt]
+    num_stored: int
+
+
+def replay_tiered(
+    trace: BlockTrace, num_blocks: int, num_slots: int, policy: str, *, writes_back: bool = False
+) -> TieredReplay:
     """Serve the prompts of a trace one after the other.
 
     Those longer than the device are cut.
@@ -176,11 +201,14 @@ def replay_tiered(trace: BlockTrace, num_blocks: int, num_slots: int, policy: st
             1, clock=clock, policy_factory=partial(make_policy, policy, capacity=size, clock=clock)
         )
 
-    device = TieredDevice(num_blocks, num_slots, index_of, lambda size: FreeListPool(size, 1))
+    device = TieredDevice(
+        num_blocks, num_slots, index_of, lambda size: FreeListPool(size, 1), writes_back=writes_back
+    )
     served = []
     for number, request in enumerate(trace.requests):
         clock.advance(max(0.0, request.time_s - clock.now()))
         tokens = Tokens(request.ids.slice(0, num_blocks))
         served.append(device.serve(f"r{number}", tokens, request.namespace, request.num_output_tokens))
+    num_stored = sum(state.stored for state in device.tiers.states())
     device.close()
-    return served
+    return TieredReplay(served, num_stored)

@@ -95,6 +95,13 @@ class KVConfig(Section):
     disk_min_uses: int = key(
         1, "a block goes to the disk when so many prompts have had it; 1: at once", ge=1, le=100
     )
+    write_policy: Literal["write_through", "write_back"] = key(
+        "write_through",
+        "KV goes below the device when it is computed, or (write_back) when the device is about to evict it",
+    )
+    free_watermark: float = key(
+        0.05, "with write_back: share of the device's pool that is kept free for it", ge=0.0, le=0.25
+    )
     max_save_gb_per_s: float | None = key(
         None, "bound for saving blocks below the device (GB/s); none: no bound", gt=0.0
     )
@@ -160,6 +167,12 @@ class KVConfig(Section):
     def _disk_has_a_folder(self) -> KVConfig:
         if self.disk_gb and self.dir is None:
             raise ValueError("disk_gb needs a folder on that disk: set kv.dir")
+        return self
+
+    @model_validator(mode="after")
+    def _write_back_has_a_tier(self) -> KVConfig:
+        if self.write_policy == "write_back" and not self.has_tiers:
+            raise ValueError("write_back has nowhere to write: set kv.host_gb, kv.disk_gb or kv.remote_url")
         return self
 
     @field_validator("sharing_groups")

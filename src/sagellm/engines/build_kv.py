@@ -124,6 +124,7 @@ def build_kv(
         sharing_groups=config.group_of,
         max_pinned_share=config.max_pinned_share,
         tiers=None if tiers is None else tiers(index, pool),
+        free_watermark=config.free_watermark if config.write_policy == "write_back" else None,
         arrivals=PrefixArrivals(index, pool) if takes_arrivals else None,
         prefill_token_s=prefill_token_s,
         metrics=PrefixReuseMetrics(

@@ -13,8 +13,8 @@ from sagellm.engines.request_table import WAITING, RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 
 MAX_LOADS = 6
-"""Loads for a request while it waits, and questions to a shared store. It may be that each time others have
-what it brought evicted."""
+"""Loads for a request while it waits, evictions for them, and questions to a shared store. It may be that
+each time others have what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 MOST_LOADED_BLOCKS = 2048
@@ -40,6 +40,8 @@ class KVWaits:
     def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
         assert kv.loads is not None
         self._table, self._kv, self._tiers, self._loads = table, kv, tiers, kv.loads
+        assert kv.writes is not None
+        self._writes = kv.writes
         self._to_ask: deque[RequestState] = deque()
         self._no_room: list[RequestState] = []
         self._to_split: list[RequestState] = []
@@ -89,6 +91,7 @@ class KVWaits:
             for state in came:
                 self._table.kv_arrived(state)
             return
+        self._writes.advance()
         if start:
             self._tiers.start_loads()
         self._most_blocks = self._tiers.arrivals.num_blocks + MOST_LOADED_BLOCKS
@@ -126,18 +129,19 @@ class KVWaits:
             return TierLookup.MISS
         if state.request_id in self._coming:  # it was asked for when it was to be admitted
             return TierLookup.HIT_PENDING
-        outcome, may_begin = TierLookup.MISS, self._may_begin
+        outcome, may_begin, num_rounds = TierLookup.MISS, self._may_begin, self._writes.num_rounds
         if self._num_loads[state.request_id] < MAX_LOADS:
             splits = splits and self._is_alone(state)
             options = {"admits": admits, "splits": splits, "may_begin": may_begin}
             outcome = self._loads.bring_up(state, start=start, **options)
+            self._num_loads[state.request_id] += self._writes.num_rounds - num_rounds
         if outcome is TierLookup.SPLIT and not self._split(state, start=start, admits=admits):
             return self._ask(state, start=start, admits=admits, splits=False)
         comes = outcome is TierLookup.HIT_PENDING
         if comes:
             self._num_loads[state.request_id] += 1
             self._coming[state.request_id] = state
-        elif outcome is TierLookup.RETRY and (self._coming or not may_begin):
+        elif outcome is TierLookup.RETRY and (self._coming or not may_begin or self._writes.num_leaving):
             (self._no_room if may_begin else self._to_ask).append(state)
             comes = True
         if comes and state.status is RequestStatus.WAITING:

@@ -15,6 +15,7 @@ import torch
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.native_code import cache_folder
+from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build_kv import block_layout
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.kv_pool.tiers.codecs.delta import DeltaCodec
@@ -344,3 +345,75 @@ def test_what_cannot_be_kept_is_refused(
     save_tiny(tmp_path, kind)
     with pytest.raises((ConfigError, UnknownNameError), match=reason):
         engine(tmp_path, **settings)
+
+
+WRITE_BACK = {"kv.write_policy": "write_back", "scheduler.max_batched_tokens": 8, "scheduler.max_num_seqs": 4}
+
+
+def ask_slowly(asked: Engine, name: str, prompt: list[int]) -> tuple[list[int], int]:
+    """As `ask`; copies end before the next step, as they do where a step takes longer than a copy."""
+    asked.add(Request(name, Tokens(prompt), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)))
+    drawn, num_cached = list[int](), 0
+    while asked.has_work():
+        for output in asked.step():
+            drawn += output.new_token_ids
+            num_cached = max(num_cached, output.num_cached_tokens or 0)
+        assert asked._kv_waits is not None
+        asked._kv_waits.settle()
+        asked.check()
+    return drawn, num_cached
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+def test_write_back_saves_what_the_device_evicts(tmp_path: Path, index: str, tier: dict[str, Any]) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    alone = engine(tmp_path / "model")
+    expected = [ask(alone, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts())]
+    alone.close()
+    tiered = engine(tmp_path / "model", **tier, **WRITE_BACK, **{"kv.index": index})
+    for round_ in range(3):
+        for i, prompt in enumerate(prompts()):
+            assert ask_slowly(tiered, f"{round_}-{i}", prompt) == (expected[i], WHOLE if round_ else 0)
+    [state] = hierarchy(tiered).states()
+    evicted = tiered.kv.allocator.num_evicted
+    assert evicted.keys() == {"saved"}, "nothing is evicted unsaved"
+    assert state.loaded > 60
+    assert state.stored < evicted["saved"], "what a tier has is not written again"
+    assert not state.misses
+    assert not state.dropped
+    tiered.close()
+
+
+def test_write_back_writes_nothing_while_there_is_room(tmp_path: Path, tier: dict[str, Any]) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    roomy = engine(tmp_path / "model", **tier, **WRITE_BACK, **{"kv.num_blocks": 200})
+    for round_ in range(2):
+        for i, prompt in enumerate(prompts()):
+            assert ask_slowly(roomy, f"{round_}-{i}", prompt)[1] == (WHOLE if round_ else 0)
+    assert hierarchy(roomy).states()[0].stored == 0
+    roomy.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_write_back_serves_right_tokens_however_slow_its_copies(
+    tmp_path: Path, overlap: bool, tier: dict[str, Any]
+) -> None:
+    """Requests run at once, and blocks are evicted unsaved where copies do not keep up."""
+    save_tiny(tmp_path / "model", "llama")
+    alone = engine(tmp_path / "model")
+    expected = [ask(alone, f"r{i}", prompt)[0] for i, prompt in enumerate(prompts(count=6))]
+    alone.close()
+    settings = {**tier, **WRITE_BACK, "kv.num_blocks": 40, "engine.overlap": overlap}
+    tiered = engine(tmp_path / "model", **settings)
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    for round_ in range(4):
+        drawn: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts(count=6)):
+            tiered.add(Request(f"{round_}-{i}", Tokens(prompt), greedy))
+        while tiered.has_work():
+            for output in tiered.step():
+                drawn.setdefault(output.request_id, []).extend(output.new_token_ids)
+            tiered.check()
+        assert drawn == {f"{round_}-{i}": tokens for i, tokens in enumerate(expected)}
+    assert hierarchy(tiered).states()[0].loaded
+    tiered.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -284,7 +285,10 @@ class User:
         policy: str = "lru",
         server: FakeServer | None = None,
         filters: Mapping[Tier, AdmissionFilter] | None = None,
+        *,
+        writes_back: bool = False,
     ) -> None:
+        self.writes_back, self.leaving = writes_back, dict[int, BlockIds]()
         self.clock = ManualClock()
         self.device, self.server = FakeDevice(num_blocks), server
         self.pool = FreeListPool(num_blocks, SIZE)
@@ -303,7 +307,7 @@ class User:
             self.index, self.arrivals, self.tiers, self.migrator,
             PrefillCostModel(SIZE, seconds_per_token=1.0), BLOCK_BYTES,
         )  # fmt: skip
-        self.num_computed = self.num_reused = 0
+        self.num_computed = self.num_reused = self.num_written_back = 0
         self.waiting: set[str] = set()
         self.running: dict[str, Running] = {}
 
@@ -323,6 +327,13 @@ class User:
             self.pool.take_back(
                 INDEX, self.index.evict(missing) or self.index.block_ids(self.index.lookup(Tokens()))
             )
+
+    def write_back(self, num_blocks: int) -> None:
+        """Evict blocks, which are free once they are saved."""
+        evicted, paths = self.index.evict_paths(num_blocks)
+        number = self.num_written_back = self.num_written_back + 1
+        self.leaving[number] = evicted
+        self.hierarchy.save_evicted(paths, lambda: self.pool.take_back(INDEX, self.leaving.pop(number)))
 
     def ask(self, tokens: Tokens, name: str, namespace: Namespace, *, start: bool = True) -> TierLookup:
         """A request asks for its KV, and may wait for it from now on."""
@@ -374,7 +385,8 @@ class User:
         self.pool.hand_over(own, 0, len(own.block_ids), INDEX)
         self.pool.free(own)
         self.index.unpin(hit)
-        self.hierarchy.offer(found.hit)
+        if not self.writes_back:
+            self.hierarchy.offer(found.hit)
         self.index.unpin(found.hit)
         self.num_computed += whole - hit.num_blocks
         self.num_reused += hit.num_blocks
@@ -434,7 +446,8 @@ class User:
         self.pool.hand_over(own, num_known, len(own.block_ids), INDEX)
         self.pool.free(own)
         self.index.unpin(hit)
-        self.hierarchy.offer(found_there.hit)
+        if not self.writes_back:
+            self.hierarchy.offer(found_there.hit)
         self.index.unpin(found_there.hit)
         return len(ids) - hit.num_blocks - num_head
 
@@ -459,6 +472,11 @@ class User:
         """Assert that all books balance."""
         self.index.check()
         self.arrivals.check()
-        self.pool.check({INDEX: self.index.all_block_ids()})
+        leaving = [block for blocks in self.leaving.values() for block in blocks]
+        self.pool.check({INDEX: self.index.all_block_ids() + array("i", leaving)})
+        assert not (leaving and self.hierarchy.is_idle), "evicted blocks are never free again"
+        plans = [move.report.plan for move in self.migrator._moves.values()]
+        read = {block for plan in plans if plan.source is Tier.HBM for block in plan.source_ids}
+        assert read <= self.pool.block_info.keys(), "blocks that are copied are free"
         self.hierarchy.check()
         assert self.server is None or not self.server.num_wrong, "a wrong block was put"

@@ -28,8 +28,11 @@ def prompt(name: int) -> Tokens:
 class AllTiers(RuleBasedStateMachine):
     """Sessions over a small device, host memory, a disk and a server. Requests come, wait, end and go."""
 
-    @initialize(seed=st.integers(0, 1 << 30), policy=st.sampled_from(["lru", "adaptive"]))
-    def start(self, seed: int, policy: str) -> None:
+    @initialize(
+        seed=st.integers(0, 1 << 30), policy=st.sampled_from(["lru", "adaptive"]), writes_back=st.booleans()
+    )
+    def start(self, seed: int, policy: str, writes_back: bool) -> None:
+        self.writes_back = writes_back
         self.rng, self.policy, self.num_requests = random.Random(seed), policy, 0
         self.server, self.disk = FakeServer(seed), FaultyStorage(24, seed + 1)
         self.sessions = [prompt(name) for name in range(NUM_SESSIONS)]
@@ -38,7 +41,7 @@ class AllTiers(RuleBasedStateMachine):
     def _user(self) -> User:
         self.host = FaultyStorage(20, self.rng.randrange(1 << 30))
         tiers = [(Tier.DRAM, self.host), (Tier.NVME, self.disk)]
-        user = User(12, tiers, self.policy, self.server)
+        user = User(12, tiers, self.policy, self.server, writes_back=self.writes_back)
         user.hierarchy.most_polled_blocks = self.rng.choice([1, 5, 2048])
         return user
 
@@ -75,6 +78,10 @@ class AllTiers(RuleBasedStateMachine):
     def end_tail(self, number: int, leaves: bool) -> None:
         if self.user.running:
             self.user.end_tail(list(self.user.running)[number % len(self.user.running)], leaves=leaves)
+
+    @rule(num_blocks=st.integers(1, 12))
+    def write_back(self, num_blocks: int) -> None:
+        self.user.write_back(num_blocks)
 
     @rule(session=SESSIONS)
     def preempt(self, session: int) -> None:

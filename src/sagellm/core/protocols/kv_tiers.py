@@ -26,7 +26,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.eviction import Hint, Use
 from sagellm.core.protocols.kv_pool import Allocation
-from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -363,6 +363,17 @@ class KVTiers(Protocol):
         """A path of the device, pinned now, was computed: save it.
 
         `use`: the request that ends with it; None: the request goes on, and its use counts later.
+        """
+
+    @property
+    def num_acceptable(self) -> int:
+        """Blocks that may be saved now before any is dropped."""
+
+    def save_evicted(self, paths: Iterable[EvictedPath], give_back: Callable[[], None]) -> None:
+        """Save paths whose ends the device has just evicted.
+
+        But those that would take longer to load than to compute. `give_back` is called once, when their
+        blocks are not read any more: at once, or in a later `poll`.
         """
 
     def hold(self, request_id: str, hit: PrefixHit, account: Account, use: Use) -> None:

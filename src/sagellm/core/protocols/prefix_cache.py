@@ -57,6 +57,20 @@ class InsertResult(NamedTuple):
     hit: PrefixHit
 
 
+class EvictedPath(NamedTuple):
+    """A path from its first token to a block that was evicted.
+
+    Its bytes still lie in `block_ids`, of which the last were evicted, or all. `account` brought the end,
+    `use` used it last.
+    """
+
+    tokens: Tokens
+    namespace: Namespace
+    block_ids: BlockIds
+    account: Account
+    use: Use
+
+
 class Branch(NamedTuple):
     """A resident branch that shares a prefix with the queried tokens. `hit` is the shared prefix,
     `num_blocks` the length of the whole branch. `used_s`: its last use, by the index's clock."""
@@ -366,6 +380,15 @@ class PrefixReuseIndex(Protocol):
     def evict(self, num_blocks: int, cause: str = ...) -> BlockIds | None:
         """Evict exactly `num_blocks` unpinned blocks chosen by the policy. Returns None, and changes nothing,
         if there are fewer."""
+
+    def evict_paths(
+        self, num_blocks: int, account: Account | None = None, cause: str = ...
+    ) -> tuple[BlockIds, Sequence[EvictedPath]]:
+        """Evict at most `num_blocks` blocks, and say what was in them.
+
+        Of one account or of all. Returns the blocks, and each path that had its end in them; none whose
+        session has ended or whose history was edited (`Hint`). A path that is a part of another is left out.
+        """
 
     def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:
         """Evict up to `num_blocks` blocks from the end of a prefix, past the policy.

@@ -5,14 +5,16 @@ Blocks behind a sliding window go first, then cached blocks.
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import Evictor, PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import EvictedPath, Evictor, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.page_groups import BEHIND_WINDOW, PageGroups
 from sagellm.kvmgr.manager.prefix_sharing import SharedTails
@@ -111,6 +113,7 @@ class BlockAllocator:
 
     Without a quota the eviction policy chooses the blocks; with a quota, the quota names the accounts that
     lose blocks, and the policy chooses among the blocks of each. `num_evicted`: evicted blocks by cause.
+    `num_leaving`: evicted blocks that are read before they are free.
     `num_changes` counts the times that cached blocks may have gone.
     """
 
@@ -134,6 +137,10 @@ class BlockAllocator:
         self._groups = groups
         self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
         self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
+        self._leaving: dict[
+            int, list[tuple[BlockIds, Account]]
+        ] = {}  # the same, until tiers have copied them
+        self.num_leaving = 0
 
     @property
     def evictor(self) -> Evictor:
@@ -220,6 +227,34 @@ class BlockAllocator:
             if evicted is not None:
                 self._return(evicted, NO_ACCOUNT, "capacity")
 
+    def evict_paths(self, num_blocks: int) -> tuple[list[EvictedPath], Callable[[], None]]:
+        """Evict blocks that are read before they are free.
+
+        Returns their paths, and what gives them back to the pool. At most `num_blocks`; with a quota, of the
+        accounts that would lose them if a newcomer asked.
+        """
+        self.num_changes += 1
+        self._in_need, parts, paths = None, list[tuple[BlockIds, Account]](), list[EvictedPath]()
+        asked: list[tuple[Account | None, int]] = [(None, num_blocks)]
+        if self.quota is not None:
+            asked = [*(self.quota.reclaim(NO_ACCOUNT, num_blocks, self._evictable()) or {}).items()]
+        for account, count in asked:
+            evicted, found = self.index.evict_paths(count, account)
+            parts.append((evicted, account or NO_ACCOUNT))
+            paths += found
+        total = sum(len(block_ids) for block_ids, _ in parts)
+        self._count_evicted(total, "saved")
+        self.num_leaving += total
+        number = self.num_changes
+        self._leaving[number] = parts
+        return paths, partial(self._give_back, number)
+
+    def _give_back(self, number: int) -> None:
+        self.num_changes += 1
+        for block_ids, account in self._leaving.pop(number):
+            self.num_leaving -= len(block_ids)
+            self.pool.take_back(INDEX_OWNER, block_ids, account)
+
     def make_room_below_ceilings(self, num_blocks: int, account: Account) -> bool:
         """Evict cached blocks under the account's ceilings, even guaranteed ones; returns whether any went.
 
@@ -264,7 +299,7 @@ class BlockAllocator:
         ids = self.index.all_block_ids()
         if self._groups is not None:
             ids += self._groups.all_pages()
-        for block_ids, _ in self._unreturned:
+        for block_ids, _ in itertools.chain(self._unreturned, *self._leaving.values()):
             ids += block_ids
         return ids
 

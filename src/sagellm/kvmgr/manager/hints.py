@@ -56,9 +56,9 @@ class KVHints:
         namespace_of: Callable[[Namespace], Namespace],
         now: Callable[[], float],
         loads: TierLoads | None = None,
-        *,
         checkpoints: Checkpoints | None = None,
         tiers: KVTiers | None = None,
+        *,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
     ) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_pool import BlockQuota
-from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
+from sagellm.core.protocols.kv_tiers import TierLookup
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.tables import BlockTables
+from sagellm.kvmgr.manager.writes import TierWrites
 
 
 class TierLoads:
@@ -18,14 +20,14 @@ class TierLoads:
 
     def __init__(
         self,
-        tiers: KVTiers,
+        writes: TierWrites,
         index: PrefixReuseIndex,
         tables: BlockTables,
         quotes: Quotes,
         quota: BlockQuota | None,
         namespace_of: Callable[[Namespace], Namespace],
     ) -> None:
-        self._tiers, self._index, self._tables = tiers, index, tables
+        self._tiers, self._writes, self._index, self._tables = writes.tiers, writes, index, tables
         self._quotes, self._quota, self._namespace_of = quotes, quota, namespace_of
 
     def bring_up(
@@ -36,16 +38,36 @@ class TierLoads:
         `admits`: it is about to be admitted. If not, RETRY also means that it could not be admitted now,
         beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster. Without
         `may_begin` RETRY stands for every load that would begin.
+
+        With write-back, blocks that have to make room are saved first. RETRY then also means that they are
+        being copied (`TierWrites.num_leaving`).
         """
         left = self._quotes.left_beside(state) if splits or not admits else 0
-        return self._tiers.request(
-            *self._path_of(state), start=start, has_room=may_begin and (admits or left >= 0),
-            asks=not admits, tail_blocks=max(0, left) if splits else 0,
+        name, tokens, namespace, max_tokens, payer = self._path_of(state)
+        request = partial(
+            self._tiers.request, name, tokens, namespace, max_tokens, payer,
+            start=start, asks=not admits, tail_blocks=self._tail_blocks(left) if splits else 0,
         )  # fmt: skip
+        has_room = may_begin and (admits or left >= 0)
+        if not (has_room and self._writes.is_write_back):
+            return request(has_room=has_room)
+        cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
+        missing = max_tokens // self._index.block_size - cached
+        lacks_room = self._writes.lacks_room(missing)
+        outcome = request(has_room=not lacks_room)
+        if lacks_room and outcome is TierLookup.RETRY and not self._writes.make_room(missing):
+            outcome = request()  # nothing had to be copied
+        return outcome
+
+    def _tail_blocks(self, left: int) -> int:
+        """The longest tail that may be loaded where so many blocks are left."""
+        return max(0, min(left, self._writes.num_free) if self._writes.is_write_back else left)
 
     def bring_up_tail(self, state: RequestState) -> int | None:
         """See `KVTiers.load_tail`. The device has room for the tail beside all that the request needs."""
-        return self._tiers.load_tail(*self._path_of(state), max(0, self._quotes.left_beside(state)))
+        return self._tiers.load_tail(
+            *self._path_of(state), self._tail_blocks(self._quotes.left_beside(state))
+        )
 
     def bring_up_expected(self, name: str, tokens: Tokens, namespace: Namespace, account: Account) -> None:
         """Bring up a prefix that no request waits for.
@@ -56,6 +78,7 @@ class TierLoads:
         cached, num_whole = self._index.lookup(tokens, namespace), len(tokens) // size
         wanted = self._quotes.blocks_to_admit(cached, num_whole * size - cached.num_tokens)
         has_room = wanted + len(self._tables) <= self._quotes.available_blocks()
+        has_room = has_room and not self._writes.lacks_room(wanted)
         self._tiers.request(
             name, tokens, namespace, len(tokens), self._payer(account),
             start=False, has_room=has_room, asks=False,

@@ -16,7 +16,8 @@ Every block has one owner at a time. The owners, in the order in which a block c
     dropped              free; its place in the table of its request stays empty (dropped.py)
     shared last block    stays its request's own; requests of its group copy it while that request runs
     on its way here      from begin_receive until publish, hand_over or abort (kv_pool/tiers/arrivals.py)
-    on its way down      pinned from the commit or release that offers a path until its tiers have it
+    on its way down      pinned from the commit or release that offers a path until its tiers have it; with
+                         write-back evicted, and not yet free (writes.py)
 
 A block is free, cached (in the index, unpinned) or active. The prefix index counts its pins
 (`prefix_cache/_tree.py`).
@@ -67,6 +68,7 @@ from sagellm.kvmgr.manager.prefix_sharing import (
 )
 from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
+from sagellm.kvmgr.manager.writes import TierWrites
 
 
 class KVCacheManager:
@@ -79,8 +81,9 @@ class KVCacheManager:
     `max_chunk`: the most tokens of a request that a step computes. `checkpoints`: how recurrent states are
     kept, for a model that has any. `sharing_groups`: by tenant, the group with which it shares its cache.
     `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `tiers`: memory below the device, around
-    the same index and pool. `arrivals`: where blocks of other instances enter; those of `tiers`, if there are
-    any. `prefill_token_s`: seconds to compute a token of a preempted request again.
+    the same index and pool; `free_watermark`: see `TierWrites`. `arrivals`: where blocks of other instances
+    enter; those of `tiers`, if there are any. `prefill_token_s`: seconds to compute a token of a preempted
+    request again.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class KVCacheManager:
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         tiers: KVTiers | None = None,
+        free_watermark: float | None = None,
         arrivals: KVArrivals | None = None,
         prefill_token_s: float = 0.0,
         metrics: ReuseRecorder | None = None,
@@ -117,11 +121,10 @@ class KVCacheManager:
         self._tails, self.dropped = SharedTails(tables, pool.block_size), DroppedBlocks(tables, pool)
         if has_pages and (quota is not None or tiers is not None or window is not None):
             raise ValueError("KV groups and recurrent states go with neither quotas nor tiers")
-        self.checkpoints = self._pages = None
+        self.checkpoints = None
         if checkpoints is not None:
             self.checkpoints = Checkpoints(index, pool, checkpoints, self.namespace_of, now)
-        if has_pages:
-            self._pages = PageGroups(groups, pool, self._tables, max_chunk, self.checkpoints)
+        self._pages = PageGroups(groups, pool, tables, max_chunk, self.checkpoints) if has_pages else None
         windows = SlidingWindows(window, self._tables, self._tails, pool, self._pages)
         self.allocator = BlockAllocator(index, pool, quota, windows, self._pages)
         if self.arrivals is not None:
@@ -129,7 +132,7 @@ class KVCacheManager:
         if misses is not None:
             misses.evictions_are_for(lambda: self.allocator.evictor)
         self._registrar = PrefixRegistrar(
-            index, pool, self._tables, sharing, self._pages, prefix_caching=prefix_caching
+            index, pool, tables, sharing, self._pages, prefix_caching=prefix_caching
         )
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None and not has_pages
@@ -140,9 +143,9 @@ class KVCacheManager:
             self._pages, tiers, self.arrivals, metrics, now, prefix_caching, prefill_token_s,
         )  # fmt: skip
         parts = index, self._tables, self.quotes, quota, self.namespace_of
-        self.loads = None if tiers is None else TierLoads(tiers, *parts)
-        loads, kept = self.loads, self.checkpoints
-        self.hints = KVHints(index, self.namespace_of, now, loads, checkpoints=kept, tiers=tiers)
+        self.writes = None if tiers is None else TierWrites(tiers, self.allocator, free_watermark, max_chunk)
+        self.loads = None if self.writes is None else TierLoads(self.writes, *parts)
+        self.hints = KVHints(index, self.namespace_of, now, self.loads, self.checkpoints, tiers)
 
     # -- what running requests hold
 
@@ -319,15 +322,6 @@ class KVCacheManager:
         if self.tiers is not None:
             self.tiers.let_go(state.request_id)
 
-    def _save(self, state: RequestState, blocks: RequestBlocks, use: Use | None, *, ended: bool) -> None:
-        """Have tiers keep the path of a request, which is pinned. `use`: it leaves the batch."""
-        if self.tiers is None:
-            return
-        if use is None or ended:
-            self.tiers.offer(blocks.hit, blocks.own.account, use)
-        else:
-            self.tiers.hold(state.request_id, blocks.hit, blocks.own.account, use)
-
     # -- after the step
 
     def executed(self, binding: Binding) -> None:
@@ -370,7 +364,8 @@ class KVCacheManager:
                 self._registrar.register(blocks, state.num_computed)
         elif was_published or prompt > blocks.num_shared * self.block_size:
             self._registrar.register(blocks, prompt)
-            self._save(state, blocks, None, ended=False)
+            if self.writes is not None:
+                self.writes.computed(blocks)
             group = state.request.group
             if group is not None and self.prefix_caching and self.checkpoints is None:
                 self._tails.offer(group, blocks)
@@ -401,7 +396,8 @@ class KVCacheManager:
         )
         if keep:
             self._registrar.register(blocks, state.num_computed)
-            self._save(state, blocks, use, ended=ended)
+            if self.writes is not None:
+                self.writes.leaves(state, blocks, use, ended=ended)
         else:
             if self.tiers is not None:
                 self.tiers.drop_unstarted()

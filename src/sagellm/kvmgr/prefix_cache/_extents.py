@@ -195,13 +195,16 @@ class EvictableLeaves(Generic[ExtentType]):
         """Add a leaf that its policy has already, or gets from the caller."""
         self.by_key[leaf.key] = leaf
 
-    def discard(self, leaf: ExtentType) -> None:
-        """Take `leaf` out, if it is there. It was pinned, got a child, or left the index."""
+    def discard(self, leaf: ExtentType, *, is_use: bool = True) -> None:
+        """Take `leaf` out, if it is there. It was pinned, got a child, or left the index.
+
+        `is_use`: if it was pinned, a request uses it.
+        """
         if self.by_key.get(leaf.key) is leaf:
             del self.by_key[leaf.key]
             policy = leaf.share.policy
             if policy is not None:
-                (policy.pin if leaf.pins else policy.remove)(leaf.key)
+                (policy.pin if leaf.pins and is_use else policy.remove)(leaf.key)
 
     def set_bonus(self, leaf: ExtentType, bonus_s: float) -> None:
         """Change the seconds by which retention makes an extent look younger to its policy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from sagellm.core.events import BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import (
     Branch,
+    EvictedPath,
     IndexNode,
     MatchEnd,
     MatchReport,
@@ -54,6 +56,8 @@ class IndexBase(ABC, Generic[ExtentType]):
         self._events = events or EventBus()
         self._clock = clock or MonotonicClock()
         self._num_touches = 0
+        self._notes: list[EvictedPath] | None = None
+        self._noted: set[ExtentType] = set()
         self._create(policy, policy_factory, max_ghosts)
 
     @abstractmethod
@@ -79,8 +83,8 @@ class IndexBase(ABC, Generic[ExtentType]):
     def num_unpinned_on_path(self, hit: PrefixHit) -> int: ...
 
     @abstractmethod
-    def _pin(self, last: ExtentType, num_blocks: int, num_uses: int = 1) -> ExtentType:
-        """Add one to the reference counts of a path, and uses. Returns its last extent, which may be new."""
+    def _pin(self, last: ExtentType, num_blocks: int, *, is_use: bool = True) -> ExtentType:
+        """Add one to the reference counts of a path. Returns its last extent, which may be new."""
 
     @abstractmethod
     def _unpin(self, last: ExtentType) -> None:
@@ -133,7 +137,7 @@ class IndexBase(ABC, Generic[ExtentType]):
             return hit
         listener = last.share.listener if is_use else None
         num_held = hit.num_blocks - self.num_unpinned_on_path(hit) if listener is not None else 0
-        last = self._pin(last, hit.num_blocks, int(is_use))
+        last = self._pin(last, hit.num_blocks, is_use=is_use)
         if listener is not None:
             listener.found(last, num_held)
         return self._hit(hit.tokens, hit.namespace, last, hit.num_blocks)
@@ -195,6 +199,35 @@ class IndexBase(ABC, Generic[ExtentType]):
         if share is None:
             return array("i")
         return self._evict_of(share, min(num_blocks, share.num_evictable), cause)
+
+    def evict_paths(
+        self, num_blocks: int, account: Account | None = None, cause: str = "capacity"
+    ) -> tuple[BlockIds, Sequence[EvictedPath]]:
+        notes = self._notes = list[EvictedPath]()
+        try:
+            if account is not None:
+                return self.evict_from(account, num_blocks, cause), notes
+            freed = self.evict(min(num_blocks, self.num_evictable), cause)
+            assert freed is not None
+            return freed, notes
+        finally:
+            self._notes = None
+            self._noted.clear()
+
+    def _note(self, leaf: ExtentType) -> None:
+        """Note the path to a leaf whose last blocks go now.
+
+        Not if it is a part of a noted one. Heads go after tails, so all blocks of the path are still there.
+        """
+        hint = leaf.hint
+        if self._notes is None or leaf in self._noted or (hint and (hint.ended or hint.superseded)):
+            return
+        path = list(leaf.path())
+        tokens = Tokens.frombytes(b"".join([extent.content for extent in reversed(path)]))
+        hit = self._hit(tokens, leaf.namespace, leaf, leaf.end_block)
+        account = leaf.share.account
+        self._notes.append(EvictedPath(tokens, leaf.namespace, self.block_ids(hit), account, leaf.use))
+        self._noted.update(itertools.takewhile(lambda extent: extent not in self._noted, path))
 
     def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:
         hit = self._current(hit)

@@ -265,7 +265,7 @@ class RadixTree:
 
     # -- reference counts
 
-    def pin_path(self, node: Node) -> None:
+    def pin_path(self, node: Node, *, is_use: bool) -> None:
         """Add one to the node's reference count. The first pin of a node pins its parent too."""
         while node.parent is not None:
             node.pins += 1
@@ -273,9 +273,10 @@ class RadixTree:
                 return
             self.num_pinned += node.num_blocks
             node.share.num_pinned += node.num_blocks
-            node.hint = None
+            if is_use:
+                node.hint = None
             if not node.children:
-                self.leaves.discard(node)
+                self.leaves.discard(node, is_use=is_use)
             node = node.parent
 
     def unpin_path(self, node: Node) -> None:

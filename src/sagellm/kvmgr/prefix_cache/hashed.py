@@ -208,14 +208,14 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     # -- pins: the reference counts
 
-    def _pin(self, last: BlockRecord, num_blocks: int, num_uses: int = 1) -> BlockRecord:
+    def _pin(self, last: BlockRecord, num_blocks: int, *, is_use: bool = True) -> BlockRecord:
         last.num_ends += 1
         for record in last.path():
-            record.num_uses += num_uses
+            record.num_uses += is_use
             record.pins += 1
             if record.pins == 1:
                 record.share.num_pinned += 1
-                self._leaves.discard(record)
+                self._leaves.discard(record, is_use=is_use)
         return last
 
     def _unpin(self, last: BlockRecord) -> None:
@@ -376,6 +376,7 @@ class HashedIndex(IndexBase[BlockRecord]):
             record = self._leaves.by_key.get(extent.key)
             if record is None or record.share is not share or num_blocks != 1:
                 raise BookkeepingError(f"the policy gave up {num_blocks} blocks of extent {extent.key:x}")
+            self._note(record)
             gone.append(record)
             return self._remove(record)
 

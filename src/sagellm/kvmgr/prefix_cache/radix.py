@@ -95,13 +95,13 @@ class RadixIndex(IndexBase[Node]):
 
     # -- pins: the reference counts
 
-    def _pin(self, node: Node, num_blocks: int, num_uses: int = 1) -> Node:
+    def _pin(self, node: Node, num_blocks: int, *, is_use: bool = True) -> Node:
         """Pin a path of `num_blocks`. Splits its last node if the path ends inside; returns the last one."""
         if node.end_block > num_blocks:
             node = self.tree.split(node, num_blocks - node.first_position)
-        node.num_uses += num_uses
+        node.num_uses += is_use
         node.num_ends += 1
-        self.tree.pin_path(node)
+        self.tree.pin_path(node, is_use=is_use)
         return node
 
     def _unpin(self, node: Node) -> None:
@@ -308,6 +308,8 @@ class RadixIndex(IndexBase[Node]):
         """The `GiveUp` of the policies: free the last blocks of a leaf."""
         if self._removed is not None:
             self._removed.append(self._removal(node, num_blocks))
+        if self._notes is not None:
+            self._note(node)
         self.tree.num_cached -= num_blocks
         node.share.num_cached -= num_blocks
         if num_blocks == node.num_blocks:

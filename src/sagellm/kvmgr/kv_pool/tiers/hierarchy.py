@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, Tail, TierLookup, TierState
-from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
 from sagellm.kvmgr.kv_pool.tiers.remote_tier import RemoteTier
-from sagellm.kvmgr.kv_pool.tiers.saves import BlocksByTier, TierSaves
+from sagellm.kvmgr.kv_pool.tiers.saves import BlocksByTier, EvictedBlocks, SavedPath, TierSaves
 from sagellm.kvmgr.kv_pool.tiers.speeds import LATENCY_S, REGAINED, TransferSpeeds
 from sagellm.kvmgr.kv_pool.tiers.split_load import first_of_tail
 from sagellm.kvmgr.kv_pool.tiers.tier import KVTier
@@ -101,7 +101,25 @@ class HierarchyManager:
     def offer(self, hit: PrefixHit, account: Account = NO_ACCOUNT, use: Use | None = None) -> None:
         if not hit.num_blocks:
             return
-        self._saves.offer(self.tiers, hit, account, use)
+        self._saves.offer(self.tiers, SavedPath(hit, hit), account, use)
+
+    @property
+    def num_acceptable(self) -> int:
+        return self._saves.num_acceptable
+
+    def save_evicted(self, paths: Iterable[EvictedPath], give_back: Callable[[], None]) -> None:
+        evicted = EvictedBlocks(give_back)
+        for tokens, namespace, block_ids, account, use in paths:
+            num_blocks, cached = len(block_ids), self._index.lookup(tokens, namespace)
+            worth = [
+                tier
+                for tier in self.tiers
+                if self._is_worth(tier, cached.num_blocks, num_blocks) or self._refuse(tier)
+            ]
+            whole = PrefixHit(num_blocks * self._index.block_size, num_blocks, tokens, namespace)
+            path = SavedPath(whole, cached, block_ids[cached.num_blocks :], evicted)
+            self._saves.offer(worth, path, account, use)
+        evicted.let_go()
 
     # -- preempted requests
 
@@ -111,7 +129,7 @@ class HierarchyManager:
         if tier is None or not hit.num_blocks or not self._may_hold(tier, hit):
             return
         self._saves.is_awaited = True
-        self._saves.offer((tier,), hit, account, use)
+        self._saves.offer((tier,), SavedPath(hit, hit), account, use)
         while self._saves.move_ids:
             self._migrator.wait(1.0)
             self._came = self.poll()

@@ -1,6 +1,7 @@
 """`TierSaves`: which paths of the device are written to which tiers, and when.
 
-Device blocks are pinned while they are copied. A path waits to be offered again where its first missing block
+Device blocks are held while they are copied: those in the index are pinned, evicted ones are not given back
+to the pool. A path waits to be offered again where its first missing block
 is being written already, and where it is larger than may be under way at once.
 """
 
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.protocols.eviction import Use
@@ -29,23 +31,50 @@ BlocksByTier = dict[Tier, Sequence[int]]
 
 
 @dataclass(slots=True)
-class _Save:
-    """A path on its way down. `hit` pins its device blocks; `blocks`: those that are written."""
+class EvictedBlocks:
+    """Evicted blocks of the device, whose bytes are still read. The last holder has them given back."""
 
-    hit: PrefixHit
+    give_back: Callable[[], None]
+    num_holders: int = 1
+
+    def let_go(self) -> None:
+        self.num_holders -= 1
+        if not self.num_holders:
+            self.give_back()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPath:
+    """A path of the device that is to be saved.
+
+    `whole`: its tokens and length. `cached`: the part that is in the index. `rest`: the blocks behind that,
+    which are among the `evicted` ones.
+    """
+
+    whole: PrefixHit
+    cached: PrefixHit
+    rest: BlockIds = field(default_factory=lambda: array("i"))
+    evicted: EvictedBlocks | None = None
+
+
+@dataclass(slots=True)
+class _Save:
+    """A path on its way down. Its blocks are held; `blocks`: those that are written."""
+
+    path: SavedPath
     stores: dict[Tier, TierStore]
     blocks: BlocksByTier
 
 
 @dataclass(slots=True)
 class _Offer:
-    """A path that waits to be offered to a tier; `hit` pins it.
+    """A path that waits to be offered to a tier, with its blocks held.
 
     `num_known`: blocks that the tier had when a part of the path was sent there; -1 before the first.
     """
 
     tier: KVTier
-    hit: PrefixHit
+    path: SavedPath
     account: Account
     use: Use | None
     num_known: int
@@ -73,10 +102,27 @@ class TierSaves:
         """The moves under way."""
         return [*self._saves]
 
+    @property
+    def num_acceptable(self) -> int:
+        """Blocks that can be offered now before any is dropped."""
+        most = max(1, MAX_PENDING_BYTES // self._block_bytes)
+        return max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
+
+    def _hold(self, path: SavedPath) -> SavedPath:
+        """Keep the blocks of a path as they are until `_let_go`."""
+        if path.evicted is not None:
+            path.evicted.num_holders += 1
+        return replace(path, cached=self._index.pin(path.cached, is_use=False))
+
+    def _let_go(self, path: SavedPath) -> None:
+        self._index.unpin(path.cached, is_use=False)
+        if path.evicted is not None:
+            path.evicted.let_go()
+
     def offer(
         self,
         tiers: Sequence[KVTier],
-        hit: PrefixHit,
+        path: SavedPath,
         account: Account,
         use: Use | None,
         num_known: int = -1,
@@ -89,15 +135,16 @@ class TierSaves:
         stores: dict[Tier, TierStore] = {}
         later: list[tuple[int, _Offer]] = []
         ids: BlockIds | None = None
+        hit = path.whole
         for tier in tiers:
             found = tier.lookup(hit.tokens, hit.namespace, hit.num_tokens)
             known, missing = found.num_blocks, hit.num_blocks - found.num_blocks
             block = ANY_BLOCK
             if missing:
-                ids = ids or self._index.block_ids(hit)
+                ids = ids or self._index.block_ids(path.cached) + path.rest
                 block = ids[known]
             if block in self._saving[tier.tier]:
-                later.append((block, _Offer(tier, hit, account, use, num_known)))
+                later.append((block, _Offer(tier, path, account, use, num_known)))
                 continue
             if known <= num_known:  # it has not taken the last part
                 continue
@@ -109,21 +156,21 @@ class TierSaves:
             if store is not None:
                 stores[tier.tier] = store
             if has_rest and not num_now:
-                later.append((ANY_BLOCK, _Offer(tier, hit, account, use, num_known)))
+                later.append((ANY_BLOCK, _Offer(tier, path, account, use, num_known)))
             elif has_rest and store is not None:
-                later.append((block, _Offer(tier, hit, account, use, known)))
+                later.append((block, _Offer(tier, path, account, use, known)))
             elif tier.can_store:
                 tier.num_dropped += missing - (num_now if store is not None else 0)
         for block, offer in later:
             self._offer_later(block, offer)
         if stores and ids:
-            self._send_down(hit, ids, stores, ends=use is not None)
+            self._send_down(path, ids, stores, ends=use is not None)
 
     def _offer_later(self, block: int, offer: _Offer) -> None:
         if sum(map(len, self._later.values())) >= MAX_LATER:
-            offer.tier.num_dropped += offer.hit.num_blocks
+            offer.tier.num_dropped += offer.path.whole.num_blocks
             return
-        offer.hit = self._index.pin(offer.hit, is_use=False)
+        offer.path = self._hold(offer.path)
         self._later.setdefault((offer.tier.tier, block), []).append(offer)
 
     def offer_again(self, ended: Sequence[BlocksByTier]) -> None:
@@ -134,13 +181,13 @@ class TierSaves:
         keys |= {(tier.tier, ANY_BLOCK) for tier in self._tiers}
         waiting = [offer for key in sorted(self._later.keys() & keys) for offer in self._later.pop(key)]
         for offer in waiting:
-            self.offer((offer.tier,), offer.hit, offer.account, offer.use, offer.num_known)
-            self._index.unpin(offer.hit, is_use=False)
+            self.offer((offer.tier,), offer.path, offer.account, offer.use, offer.num_known)
+            self._let_go(offer.path)
 
     def drop_offers(self) -> None:
         """Forget the paths that wait to be offered again."""
         for offer in itertools.chain(*self._later.values()):
-            self._index.unpin(offer.hit, is_use=False)
+            self._let_go(offer.path)
         self._later.clear()
 
     def _num_to_save(
@@ -152,14 +199,15 @@ class TierSaves:
         `goes_on`: one has gone. Of another path, what does not fit now is dropped.
         """
         fitting = min(missing, tier.num_slots_behind(found))
-        most = max(1, MAX_PENDING_BYTES // self._block_bytes)
-        room = max(0, most - cdiv(self._migrator.num_pending_bytes, self._block_bytes))
+        most, room = max(1, MAX_PENDING_BYTES // self._block_bytes), self.num_acceptable
         if fitting <= room or not tier.can_store or (fitting <= most and not goes_on):
             return min(fitting, room), False
         return (room if 2 * room >= most else 0), True
 
-    def _send_down(self, hit: PrefixHit, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool) -> None:
-        pinned = self._index.pin(hit, is_use=False)
+    def _send_down(
+        self, path: SavedPath, ids: BlockIds, stores: dict[Tier, TierStore], *, ends: bool
+    ) -> None:
+        held, hit = self._hold(path), path.whole
         first, *others = [store.positions for store in stores.values()]
         positions = first
         if any(other != first for other in others):
@@ -168,15 +216,15 @@ class TierSaves:
             MoveTarget(name, _offsets(store.positions, positions), store.slots)
             for name, store in stores.items()
         )
-        path = hit.tokens.tobytes()[: (positions[-1] + 1) * self._index.block_size * TOKEN_BYTES]
+        data = hit.tokens.tobytes()[: (positions[-1] + 1) * self._index.block_size * TOKEN_BYTES]
         plan = MigrationPlan(
-            path, hit.namespace, positions, Tier.HBM, _at(ids, positions), targets, ends, self.is_awaited
+            data, hit.namespace, positions, Tier.HBM, _at(ids, positions), targets, ends, self.is_awaited
         )
         move_id = self._migrator.migrate(plan)
         blocks: BlocksByTier = {name: _at(ids, store.positions) for name, store in stores.items()}
         for name, written in blocks.items():
             self._saving[name].update(written)
-        self._saves[move_id] = _Save(pinned, stores, blocks)
+        self._saves[move_id] = _Save(held, stores, blocks)
 
     def end(self, report: MigrationReport) -> BlocksByTier | None:
         """A move has ended: its blocks enter their tiers. Returns what was written; None: it is no save."""
@@ -195,7 +243,7 @@ class TierSaves:
             tier.end_store(store, report.num_written.get(tier.tier, 0), error)
         for name, blocks in save.blocks.items():
             self._saving[name].difference_update(blocks)
-        self._index.unpin(save.hit, is_use=False)
+        self._let_go(save.path)
         return save.blocks
 
 
