@@ -41,6 +41,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from sagellm.kvmgr.manager.hot_prefixes import SEARCH_EVERY_S
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
 from tests.approximate_memory import ApproximateMemory, check_index
@@ -305,6 +306,26 @@ class Run:
         [outcome] = self.engine.hint(KVHintsEnvelope.parse({"actions": actions}), Namespace(tenant=tenant))
         self.seen[f"hint {outcome.status.value}"] += 1
 
+    def rest(self) -> None:
+        """All requests end, the cache is emptied, and the engine is idle: prefixes come up from tiers.
+
+        Nothing is evicted for them, but maybe for a `kv.expect`.
+        """
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_work():
+                break
+            self.step(0.01)
+        self.engine.clear_cache()
+        kv = self.engine.kv
+        num_evicted, num_cached = dict(kv.allocator.num_evicted), kv.index.num_cached
+        self.clock.advance(SEARCH_EVERY_S)
+        for _ in range(50):
+            if self.engine.has_work():
+                self.step(0.0)
+        if kv.hints.is_idle:
+            assert dict(kv.allocator.num_evicted) == num_evicted
+            self.seen["hot blocks"] += kv.index.num_cached - num_cached
+
     def step(self, seconds: float) -> None:
         self.clock.advance(seconds)
         for output in self.engine.step():
@@ -436,6 +457,8 @@ def _disturb(draw: random.Random, run: Run, step: int) -> None:
     tiers = run.engine.kv.tiers
     if tiers is not None and step % 11 == 10:
         run.engine.clear_cache()  # what comes next is loaded from a tier
+    if tiers is not None and run.case.seed % 2 and step % 40 == 39:
+        run.rest()
     if tiers is not None and run.server is not None:
         run.server.answer = b"-ERR\r\n" if step % 64 > 60 else None
         if step % 3:

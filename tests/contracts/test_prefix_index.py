@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -32,6 +33,7 @@ from sagellm.core.protocols.prefix_cache import (
     MatchEnd,
     PrefixHit,
     PrefixReuseIndex,
+    SharedPrefix,
     SharedTail,
 )
 from sagellm.core.registry import registry
@@ -142,6 +144,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.stale: list[PrefixHit] = []
         self.next_block = 0
         self.tick = 0
+        self.search: Iterator[SharedPrefix | None] = self.index.shared_prefixes(3)
 
     # -- the twin
 
@@ -403,6 +406,31 @@ class IndexMachine(RuleBasedStateMachine):
         assert found == PrefixMatcher(self.index).best(Tokens(tokens), space, k)
         for branch in found:
             assert self.index.verify(branch.hit)
+
+    @rule(count=st.sampled_from([0, 1, 2, 100]))
+    def shared_prefixes(self, count: int) -> None:
+        leaves, expected = self.twin.keys() - self.inner(), dict[Prefix, int]()
+        followed = Counter((space, tokens[:-BLOCK]) for space, tokens in self.twin)
+        for space, tokens in self.twin:
+            if followed[space, tokens] > 1:
+                expected[space, tokens] = sum(
+                    where == space and leaf[: len(tokens)] == tokens for where, leaf in leaves
+                )
+        found = [one for one in self.index.shared_prefixes(count) if one is not None]
+        assert [one.num_prompts for one in found] == sorted(expected.values(), reverse=True)[:count]
+        assert len({(one.namespace, tuple(one.tokens)) for one in found}) == len(found)
+        for one in found:
+            assert expected[one.namespace, tuple(one.tokens)] == one.num_prompts
+
+    @rule(num_steps=st.integers(1, 6))
+    def search_while_it_changes(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            try:
+                found = next(self.search)
+            except StopIteration:
+                self.search = self.index.shared_prefixes(3)
+            else:
+                assert found is None or len(found.tokens) % BLOCK == 0
 
     @rule(data=st.data())
     def explain(self, data: st.DataObject) -> None:

@@ -108,6 +108,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.run.engine.kv.clear_cache()
 
     @rule()
+    def rest(self) -> None:
+        self.run.rest()
+
+    @rule()
     def compact(self) -> None:
         self.run.engine.compact()
 

@@ -25,7 +25,7 @@ from tests.engines.kv_scenes import OLD, YOUNG, resident, serve
 class Tiers:
     """Tiers that bring up one request at a time; with `is_deep` there is always more."""
 
-    is_idle = True
+    is_idle, load_hot = True, False
 
     def __init__(self) -> None:
         self.loading: list[str] = []
@@ -63,7 +63,7 @@ class Tiers:
 def waiting(*names: str) -> tuple[KVWaits, Tiers, dict[str, RequestState]]:
     table, tiers = RequestTable(4, DecodeBatch(97, 4), 64), Tiers()
     found: Any = tiers
-    waits, states = KVWaits(table, found, found), {}
+    waits, states = KVWaits(table, found, found, time.monotonic), {}
     for name in names:
         states[name] = RequestState.of(request(name, list(range(20)), 4))
         table.add(states[name])

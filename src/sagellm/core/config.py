@@ -105,6 +105,9 @@ class KVConfig(Section):
     max_save_gb_per_s: float | None = key(
         None, "bound for saving blocks below the device (GB/s); none: no bound", gt=0.0
     )
+    load_hot: bool = key(
+        True, "while idle, load what stored prompts share from host memory and disk into free blocks"
+    )
     codec: Word = key(
         "raw",
         "how blocks are stored on disk and remotely: raw, zstd (exact), int8 (half the size, up to 0.8 % "

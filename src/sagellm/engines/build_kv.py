@@ -221,8 +221,8 @@ def build_tiers(
                 tiers.append(KVTier(name, *books, storage, quota))
             if num_blocks := tiers[-1].recover(block_hash):
                 log.info("the tier %s has %d blocks from before", name, num_blocks)
-        arrivals = PrefixArrivals(index, pool)
-        return HierarchyManager(index, arrivals, tiers, migrator, costs, block_bytes)
+        arrivals, hot = PrefixArrivals(index, pool), config.load_hot
+        return HierarchyManager(index, arrivals, tiers, migrator, costs, block_bytes, load_hot=hot)
 
     return made
 

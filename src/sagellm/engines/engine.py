@@ -119,7 +119,7 @@ class Engine:
         self._request_table = table = RequestTable(
             self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
         )
-        self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers)
+        self._kv_waits = None if kv.tiers is None else KVWaits(table, kv, kv.tiers, self.clock.now)
         self.prefill_sends = PrefillSends(kv)
         self._approximate = None
         if token_copies is not None:
@@ -207,14 +207,20 @@ class Engine:
             check_ranks()
         moves = self.kv.tiers is not None and not self.kv.tiers.is_idle
         has_requests = bool(self._in_flight or self._request_table.states or self._outputs)
-        return has_requests or moves or not self.kv.hints.wake_s
+        return has_requests or moves or not self._wake_s
 
     def is_idle(self, tokens: Tokens, namespace: Namespace) -> bool:
         return not self.has_work()
 
+    @property
+    def _wake_s(self) -> float:
+        """Seconds until KV that no request waits for should be loaded."""
+        waits = self._kv_waits
+        return min(self.kv.hints.wake_s, math.inf if waits is None else waits.wake_s)
+
     def idle_s(self) -> float | None:
-        """Until KV that a client expects has to be loaded, or ranks looked at."""
-        wake_s = self.kv.hints.wake_s
+        """Until KV is loaded that no request waits for, or ranks are looked at."""
+        wake_s = self._wake_s
         if hasattr(self.backend, "check_ranks"):
             return min(wake_s, RANKS_LOOK_S)
         return None if wake_s == math.inf else wake_s
@@ -233,7 +239,9 @@ class Engine:
         return () if self.kv.tiers is None else self.kv.tiers.faults()
 
     def wake(self) -> None:
-        """A step of this engine never waits for others."""
+        """A step of this engine waits for tiers alone."""
+        if self.kv.tiers is not None:
+            self.kv.tiers.wake()
 
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
@@ -361,6 +369,7 @@ class Engine:
         Where nothing can be computed before KV has moved, waits a moment for it.
         """
         waits.advance(start=self._in_flight is None)
+        waits.load_hot(may_begin=self._in_flight is None)
         table = self._request_table
         if self._in_flight is not None or table.running or table.num_for_kv < len(table.waiting):
             return True

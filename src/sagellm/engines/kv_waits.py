@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 
 from sagellm.core.binding import Binding
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_tiers import KVTiers, TierLookup
 from sagellm.core.types import RequestStatus
 from sagellm.engines.request_table import WAITING, RequestTable
-from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager import HotPrefixes, KVCacheManager
 
 MAX_LOADS = 6
 """Loads for a request while it waits, evictions for them, and questions to a shared store. It may be that
@@ -37,11 +38,14 @@ class KVWaits:
     tails were loaded so far.
     """
 
-    def __init__(self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers) -> None:
+    def __init__(
+        self, table: RequestTable, kv: KVCacheManager, tiers: KVTiers, now: Callable[[], float]
+    ) -> None:
         assert kv.loads is not None
         self._table, self._kv, self._tiers, self._loads = table, kv, tiers, kv.loads
         assert kv.writes is not None
         self._writes = kv.writes
+        self._hot = HotPrefixes(kv.loads, tiers, kv.index, kv.pool, now) if tiers.load_hot else None
         self._to_ask: deque[RequestState] = deque()
         self._no_room: list[RequestState] = []
         self._to_split: list[RequestState] = []
@@ -141,7 +145,7 @@ class KVWaits:
         if comes:
             self._num_loads[state.request_id] += 1
             self._coming[state.request_id] = state
-        elif outcome is TierLookup.RETRY and (self._coming or not may_begin or self._writes.num_leaving):
+        elif outcome is TierLookup.RETRY and (self._coming or not may_begin or self._awaits_blocks):
             (self._no_room if may_begin else self._to_ask).append(state)
             comes = True
         if comes and state.status is RequestStatus.WAITING:
@@ -150,6 +154,25 @@ class KVWaits:
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
         return outcome
+
+    # -- what is loaded for no request
+
+    @property
+    def wake_s(self) -> float:
+        """Seconds until an idle engine has something to load; infinite if it never has."""
+        return math.inf if self._hot is None else self._hot.wake_s
+
+    def load_hot(self, *, may_begin: bool) -> None:
+        """See `HotPrefixes.advance`. `may_begin`: no step is in flight."""
+        if self._hot is not None:
+            self._hot.advance(is_idle=may_begin and not self._table.states)
+            if may_begin:
+                self._tiers.start_loads()
+
+    @property
+    def _awaits_blocks(self) -> bool:
+        """Whether such a load gives back its blocks, or evicted ones are being saved."""
+        return self._writes.num_leaving > 0 or (self._hot is not None and self._hot.holds_blocks)
 
     # -- tails
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from sagellm.benchmarks.simulate.experiment import SimulationSetup, preset_config
 from sagellm.benchmarks.simulate.hardware import hardware
+from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.outputs import as_row, tables
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec, workload
+from sagellm.core.types import Request, SamplingParams, Tokens
 from tests.benchmarks.simulate.stand_in import config, request, trace
 
 MACHINE = hardware("rtx-4090", "llama-3.1-8b")
@@ -74,3 +77,23 @@ def test_tables_show_tiers_where_there_are_any() -> None:
 def test_a_disk_tier_needs_no_folder() -> None:
     chosen = preset_config("fifo", {"kv.disk_gb": 1.0})
     assert SimulationSetup(MACHINE, settings={"kv.disk_gb": 1.0}).config("fifo") == chosen
+
+
+def test_an_idle_instance_loads_what_stored_prompts_share() -> None:
+    """Not in the second after a request, in which another one may come."""
+    for pause_s, num_cached in ((0.5, 0), (60.0, 32)):
+        chosen = config(kv__num_blocks=80, kv__block_size=16, **SIZES["host"])
+        instance = Instance("a", chosen, MACHINE.backend)
+        for number in range(3):
+            instance.submit(prompt(number), 0.0)
+            while instance.busy:
+                instance.advance(math.inf, math.inf)
+        instance.engine.clear_cache()
+        instance.submit(prompt(9), instance.clock.now() + pause_s)
+        assert instance.engine.kv.index.num_cached == num_cached
+
+
+def prompt(number: int) -> Request:
+    """All begin with the same 512 tokens."""
+    tokens = Tokens([*range(512), *range(1000 * number, 1000 * number + 64)])
+    return Request(str(number), tokens, SamplingParams(max_tokens=4, ignore_eos=True))

@@ -146,6 +146,37 @@ def test_a_restart_hits_and_other_weights_miss(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("load_hot", [True, False])
+def test_after_a_restart_the_first_request_does_not_wait_for_a_shared_prompt(
+    tmp_path: Path, load_hot: bool, overlap: bool
+) -> None:
+    """What three prompts began with is on the device before it is asked for."""
+    save_tiny(tmp_path / "model", "llama")
+    shared, *others = prompts(count=5)
+    asked = [shared[:41] + other[:12] for other in others]
+    disk = {"kv.disk_gb": 0.05, "kv.dir": str(tmp_path / "kv"), "kv.load_hot": load_hot}
+    first = engine(tmp_path / "model", **disk, **{"engine.overlap": overlap})
+    for i, prompt in enumerate(asked[:3]):
+        ask(first, f"r{i}", prompt)
+    expected, _ = ask(first, "expected", asked[3])
+    first.clear_cache(tiers=True)
+    for i, prompt in enumerate(asked[:3]):
+        ask(first, f"again {i}", prompt)
+    first.close()
+    again = engine(tmp_path / "model", **disk, **{"engine.overlap": overlap})
+    assert again.kv.index.num_cached == 0
+    while again.has_work():
+        again.step()
+        again.check()
+    assert again.idle_s() is None
+    assert again.kv.index.num_cached == (10 if load_hot else 0)
+    assert ask(again, "new", asked[3]) == (expected, 40)
+    assert again.diagnostics().num_kv_waits == (0 if load_hot else 1)
+    assert hierarchy(again).states()[0].loaded == 10
+    again.close()
+
+
 @pytest.mark.parametrize("rounded", [True, False], ids=["rounded", "exact"])
 @pytest.mark.parametrize("computed", ["bfloat16", "float32"])
 def test_a_folder_of_another_dtype_starts_empty(

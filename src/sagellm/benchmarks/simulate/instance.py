@@ -35,6 +35,8 @@ KINDS: Mapping[Role, InstanceType] = {
 BackendFactory = Callable[[ManualClock, Config], InferenceBackend]
 """Makes the backend of an instance, which advances that clock by the duration of each step."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
+LEAST_IDLE_S = 1e-6
+"""Less might not advance the clock."""
 PATIENCE_S = 120.0
 """Simulated seconds after which an engine that has work and computes nothing counts as stalled."""
 
@@ -264,12 +266,23 @@ class Instance:
 
     def submit(self, request: Request, now_s: float) -> None:
         """Adds a request to the engine. Raises as the engine does for a request that cannot be served."""
+        self._be_idle(now_s)
         if not self.engine.has_work():
             self.clock.advance_to(now_s)
             self._queued.total = 0
         self.wake()
         self.engine.add(request)
         self._queued.submit(request.request_id, len(request.tokens), self.num_cached(request))
+
+    def _be_idle(self, until_s: float) -> None:
+        """Lets an idle engine load KV that no request waits for."""
+        engine, clock = self.engine, self.clock
+        while not engine.has_work() and (idle_s := engine.idle_s()) is not None:
+            if clock.now() + idle_s >= until_s:
+                return
+            clock.advance(max(idle_s, LEAST_IDLE_S))
+            while engine.has_work() and clock.now() < until_s:
+                engine.step()
 
     def wake(self) -> None:
         """Ends a pause after an outside change, which may let a request continue."""

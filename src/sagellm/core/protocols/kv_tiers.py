@@ -16,7 +16,7 @@ instance, enter the device through `KVArrivals`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from hashlib import blake2b
@@ -26,7 +26,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import KVDataError
 from sagellm.core.protocols.eviction import Hint, Use
 from sagellm.core.protocols.kv_pool import Allocation
-from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit
+from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit, SharedPrefix
 from sagellm.core.types import Account, BlockIds, KVCacheSchema, Namespace, Tokens
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -349,8 +349,11 @@ class Tail(NamedTuple):
 class KVTiers(Protocol):
     """Memory below the device. For the engine's thread.
 
-    Only `hold`, `wait`, `give_way`, `clear` and `close` block. `arrivals` are the device's.
+    Only `hold`, `wait`, `give_way`, `clear` and `close` block. `arrivals` are the device's. `load_hot`: the
+    engine loads what stored prompts share while it is idle.
     """
+
+    load_hot: bool
 
     @property
     def arrivals(self) -> KVArrivals: ...
@@ -405,6 +408,12 @@ class KVTiers(Protocol):
         """Apply a hint to the order of eviction in each tier.
 
         Returns the largest number of blocks in one tier that it concerns.
+        """
+
+    def shared_prefixes(self, count: int) -> Iterator[SharedPrefix | None]:
+        """Search the working tiers, but not a shared store: at most `count` of each.
+
+        See `PrefixReuseIndex.shared_prefixes`.
         """
 
     def request(
@@ -483,7 +492,10 @@ class KVTiers(Protocol):
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something has moved; False if the time is over before."""
+        """Wait until something has moved or `wake` was called; False after the time."""
+
+    def wake(self) -> None:
+        """End a `wait`. For any thread."""
 
     def states(self) -> Sequence[TierState]:
         """The tiers, the nearest first."""

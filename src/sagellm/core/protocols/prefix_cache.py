@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
@@ -91,6 +91,14 @@ class ReusedPrefix(NamedTuple):
     num_blocks: int
     num_uses: int
     idle_s: float
+
+
+class SharedPrefix(NamedTuple):
+    """A resident prefix of whole blocks behind which `num_prompts` stored prompts part."""
+
+    tokens: Tokens
+    namespace: Namespace
+    num_prompts: int
 
 
 class MatchEnd(Enum):
@@ -432,6 +440,13 @@ class PrefixReuseIndex(Protocol):
         """The resident prefixes that saved most blocks, at most so many, the best first.
 
         Each ends where prompts part, or have ended. Linear in the index. Not for hot paths."""
+
+    def shared_prefixes(self, count: int) -> Iterator[SharedPrefix | None]:
+        """Search for the prefixes with which most stored prompts begin, at most so many.
+
+        The index is read extent by extent; None stands for a step that has found nothing. Between two steps
+        the index may change: what is found then may be gone, in part or as a whole.
+        """
 
     def all_block_ids(self) -> BlockIds:
         """Every block in the index, in no particular order."""

@@ -162,6 +162,9 @@ class SimulatedMigrator:
         self._finish_due()
         return bool(self._done)
 
+    def wake(self) -> None:
+        """Does nothing: `wait` takes no time."""
+
     def close(self) -> None:
         for move_id in self._moves:
             self.cancel(move_id)

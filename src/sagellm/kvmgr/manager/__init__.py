@@ -2,6 +2,7 @@
 
 from sagellm.kvmgr.manager.allocator import BlockAllocator, BlockStates, Fragmentation
 from sagellm.kvmgr.manager.checkpoints import CheckpointConfig
+from sagellm.kvmgr.manager.hot_prefixes import HotPrefixes
 from sagellm.kvmgr.manager.manager import KVCacheManager
 from sagellm.kvmgr.manager.quotes import Quotes
 
@@ -10,6 +11,7 @@ __all__ = [
     "BlockStates",
     "CheckpointConfig",
     "Fragmentation",
+    "HotPrefixes",
     "KVCacheManager",
     "Quotes",
 ]

@@ -84,6 +84,11 @@ class TierLoads:
             start=False, has_room=has_room, asks=False,
         )  # fmt: skip
 
+    @property
+    def num_reserved(self) -> int:
+        """Free blocks that are not for loads without a request: below them, write-back evicts."""
+        return self._writes.fewest_free if self._writes.is_write_back else 0
+
     def _path_of(self, state: RequestState) -> tuple[str, Tokens, Namespace, int, Account]:
         request = state.request
         namespace, payer = self._namespace_of(request.namespace), self._payer(request.account)

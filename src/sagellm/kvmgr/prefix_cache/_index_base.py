@@ -7,6 +7,7 @@ import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic
 
 from sagellm.core.clock import Clock, MonotonicClock
@@ -21,12 +22,32 @@ from sagellm.core.protocols.prefix_cache import (
     MatchReport,
     PrefixHit,
     ReusedPrefix,
+    SharedPrefix,
 )
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, ExtentType, Ghost
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 DEFAULT_NAMESPACE = Namespace()
+
+
+@dataclass(slots=True)
+class _Visit(Generic[ExtentType]):
+    """An extent whose children are being read; None: those at the beginning of prompts.
+
+    `num_leaves` and `last_use` are of the `num_branches` children that were read.
+    """
+
+    extent: ExtentType | None
+    unseen: Iterator[ExtentType]
+    num_branches: int = 0
+    num_leaves: int = 0
+    last_use: int = 0
+
+    def add(self, num_leaves: int, last_use: int) -> None:
+        self.num_branches += 1
+        self.num_leaves += num_leaves
+        self.last_use = max(self.last_use, last_use)
 
 
 class IndexBase(ABC, Generic[ExtentType]):
@@ -313,6 +334,29 @@ class IndexBase(ABC, Generic[ExtentType]):
             )
             for each in best
         ]  # fmt: skip
+
+    def shared_prefixes(self, count: int) -> Iterator[SharedPrefix | None]:
+        best: list[tuple[int, int, int, ExtentType]] = []  # the worst first
+        open_ = [_Visit(None, iter(self._first_extents()))]
+        num_visits = 0
+        while open_:
+            visit, num_visits = open_[-1], num_visits + 1
+            child = next(visit.unseen, None)
+            if child is None:
+                open_.pop()
+                if open_:
+                    open_[-1].add(visit.num_leaves, visit.last_use)
+                if visit.extent is not None and visit.num_branches > 1:
+                    entry = visit.num_leaves, visit.last_use, num_visits, visit.extent
+                    (heapq.heappush if len(best) < count else heapq.heappushpop)(best, entry)
+            elif child.children:
+                open_.append(_Visit(child, iter(list(child.children.values()))))
+            else:
+                visit.add(1, child.last_use)
+            yield None
+        for num_prompts, _, _, extent in sorted(best, reverse=True):
+            content = b"".join(reversed([above.content for above in extent.path()]))
+            yield SharedPrefix(Tokens.frombytes(content), extent.namespace, num_prompts)
 
     @abstractmethod
     def block_ids(self, hit: PrefixHit) -> BlockIds: ...

@@ -49,6 +49,8 @@ class Records:
         self._by_hash: dict[bytes, list[BlockRecord]] = {}
         self._by_key: dict[int, BlockRecord] = {}
         self.by_block: dict[int, BlockRecord] = {}
+        self.first: dict[int, BlockRecord] = {}
+        """By key, those at the beginning of prompts."""
 
     def hash(self, block: bytes, parent: BlockRecord | None, namespace: Namespace) -> bytes:
         """The hash that `block` has, or would have, behind `parent`."""
@@ -94,6 +96,8 @@ class Records:
         share.num_cached += 1
         if parent is not None:
             parent.children[block] = record
+        else:
+            self.first[key] = record
         return record
 
     def remove(self, record: BlockRecord) -> None:
@@ -108,7 +112,9 @@ class Records:
         record.end_block -= 1
         record.share.num_cached -= 1
         parent = record.parent
-        if parent is not None:
+        if parent is None:
+            del self.first[record.key]
+        else:
             del parent.children[record.data]
             parent.last_use = max(parent.last_use, record.last_use)
             if record.used_s >= parent.used_s:
@@ -142,6 +148,9 @@ class Records:
                 if wrong:
                     raise BookkeepingError(f"block {block_id}: {what}")
         num_hashed = sum(len(same_hash) for same_hash in self._by_hash.values())
+        firsts = sorted(record.key for record in self.by_block.values() if record.parent is None)
+        if sorted(self.first) != firsts:
+            raise BookkeepingError(f"{len(firsts)} prompts begin, {len(self.first)} are known")
         if not num_hashed == len(self._by_key) == len(self.by_block):
             raise BookkeepingError(
                 f"{len(self.by_block)} blocks have {num_hashed} hashes and {len(self._by_key)} keys"
@@ -343,7 +352,7 @@ class HashedIndex(IndexBase[BlockRecord]):
     # -- inside: for the base
 
     def _first_extents(self) -> Iterable[BlockRecord]:
-        return [record for record in self._records.by_block.values() if record.parent is None]
+        return list(self._records.first.values())
 
     def _uses(self, order: Sequence[BlockRecord]) -> Mapping[int, int]:
         return {id(record): record.num_uses for record in order}

@@ -233,7 +233,10 @@ class RadixIndex(IndexBase[Node]):
         return (node.edge[(hit.num_blocks - node.first_position) * self._block_bytes :],)
 
     def _first_extents(self) -> Iterable[Node]:
-        return [node for root in self._roots.values() for node in root.children.values()]
+        found: list[Node] = []
+        for root in self._roots.values():
+            found += root.children.values()
+        return found
 
     def _uses(self, order: Sequence[Node]) -> Mapping[int, int]:
         """A use counts at its last node, and was one of all above."""

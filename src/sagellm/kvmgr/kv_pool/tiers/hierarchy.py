@@ -21,7 +21,7 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import CostBenefitModel, Hint, SimpleExtent, Use
 from sagellm.core.protocols.kv_tiers import Arrival, Tail, TierLookup, TierState
-from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit, PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import EvictedPath, PrefixHit, PrefixReuseIndex, SharedPrefix
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, Namespace, Tokens
 from sagellm.kvmgr.kv_pool.tiers.arrivals import PrefixArrivals
 from sagellm.kvmgr.kv_pool.tiers.migrator import MigrationPlan, MigrationReport, Migrator, MoveTarget
@@ -81,8 +81,10 @@ class HierarchyManager:
         migrator: Migrator,
         costs: CostBenefitModel,
         bytes_per_block: int,
+        *,
+        load_hot: bool = False,
     ) -> None:
-        self._index, self.arrivals, self.tiers = index, arrivals, tuple(tiers)
+        self._index, self.arrivals, self.tiers, self.load_hot = index, arrivals, tuple(tiers), load_hot
         self._migrator, self._costs = migrator, costs
         self._saves = TierSaves(index, self.tiers, migrator, bytes_per_block)
         self.speeds = TransferSpeeds([tier.tier for tier in tiers], bytes_per_block)
@@ -171,6 +173,10 @@ class HierarchyManager:
         return max([tier.index.hint(hit, hint) for tier, hit in hits if hit.num_blocks], default=0)
 
     # -- up
+
+    def shared_prefixes(self, count: int) -> Iterator[SharedPrefix | None]:
+        for tier in self._own_tiers():
+            yield from tier.index.shared_prefixes(count)
 
     def request(
         self,
@@ -514,6 +520,9 @@ class HierarchyManager:
 
     def wait(self, timeout_s: float) -> bool:
         return self.is_idle or self._migrator.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._migrator.wake()
 
     def states(self) -> list[TierState]:
         return [tier.state(self._num_held(tier)) for tier in self.tiers]

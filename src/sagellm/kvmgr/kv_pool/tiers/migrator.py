@@ -128,7 +128,10 @@ class Migrator(Protocol):
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to poll; False after `timeout_s`."""
+        """Wait until there is something to poll, or `wake` was called; False after `timeout_s`."""
+
+    def wake(self) -> None:
+        """End a `wait`. For any thread."""
 
     def close(self) -> None:
         """Cancel what is under way, and wait for its end. The reports can be polled."""
