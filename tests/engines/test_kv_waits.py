@@ -34,7 +34,7 @@ class Tiers:
         self.is_deep = False
         self.loads: Any = self
         self.writes: Any = self
-        self.num_rounds = self.num_leaving = 0
+        self.awaits_copies = self.is_write_back = False
         self.arrivals, self.num_blocks = self, 0
 
     def bring_up(self, state: RequestState, **options: object) -> TierLookup:

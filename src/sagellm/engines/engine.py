@@ -427,8 +427,9 @@ class Engine:
         elif must_leave is not None:
             self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
         plan = self._planner.seal(binding)
-        if plan.is_empty and self._request_table.limited and self.kv.tiers is not None:
-            self.kv.tiers.wait(MOST_IDLE_S)  # all that could run stands before tokens whose KV comes
+        awaits = self._request_table.limited or self.kv.allocator.num_leaving
+        if plan.is_empty and awaits and self.kv.tiers is not None:
+            self.kv.tiers.wait(MOST_IDLE_S)  # for KV that comes, or for blocks that are being saved
         if self._worker is None or plan.is_empty:
             compute = partial(self._compute, plan, self.prefill_sends.begin_step(binding.draft))
             return InFlightStep(binding, plan, (), began_s, compute)

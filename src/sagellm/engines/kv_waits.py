@@ -14,8 +14,8 @@ from sagellm.engines.request_table import WAITING, RequestTable
 from sagellm.kvmgr.manager import HotPrefixes, KVCacheManager
 
 MAX_LOADS = 6
-"""Loads for a request while it waits, evictions for them, and questions to a shared store. It may be that
-each time others have what it brought evicted."""
+"""Loads for a request while it waits, copies that should have made room for one, and questions to a shared
+store. It may be that each time others have what it brought evicted."""
 MAX_ASKED = 8
 """Requests for which tiers are asked in one step: a burst must not delay the running requests."""
 MOST_LOADED_BLOCKS = 2048
@@ -52,6 +52,8 @@ class KVWaits:
         self._coming: dict[str, RequestState] = {}
         self._tails: dict[str, RequestState] = {}
         self._num_loads: Counter[str] = Counter()
+        self._copies_seen: dict[str, tuple[int, int]] = {}
+        """Of requests that wait for copies: how often these had ended, and how many blocks were free."""
         self._most_blocks = math.inf
         """Of all arrivals together: with as many, no more loads begin in this step."""
         self.num_waits = self.num_tails = 0
@@ -59,12 +61,14 @@ class KVWaits:
     def add(self, state: RequestState) -> None:
         """The request waits, for the first time or again."""
         del self._num_loads[state.request_id]
+        self._copies_seen.pop(state.request_id, None)
         self._drop_tail(state)
         self._to_ask.append(state)
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
         del self._num_loads[state.request_id]
+        self._copies_seen.pop(state.request_id, None)
         self._coming.pop(state.request_id, None)
         self._tails.pop(state.request_id, None)
         self._tiers.cancel(state.request_id)
@@ -76,7 +80,8 @@ class KVWaits:
         A move that ended while a preempted request was being saved is seen when that request is asked for.
         """
         to_ask = self._to_ask or self._to_split
-        return not to_ask and (bool(self._coming) or not self._no_room)
+        is_behind = to_ask or self._writes.is_write_back  # which keeps to its watermark
+        return not is_behind and (bool(self._coming) or not self._no_room)
 
     def advance(self, *, start: bool, again: bool = True) -> None:
         """Release requests whose KV has come, and ask for others; see `KVTiers.request` for `start`.
@@ -133,12 +138,12 @@ class KVWaits:
             return TierLookup.MISS
         if state.request_id in self._coming:  # it was asked for when it was to be admitted
             return TierLookup.HIT_PENDING
-        outcome, may_begin, num_rounds = TierLookup.MISS, self._may_begin, self._writes.num_rounds
+        outcome, may_begin = TierLookup.MISS, self._may_begin
         if self._num_loads[state.request_id] < MAX_LOADS:
             splits = splits and self._is_alone(state)
             options = {"admits": admits, "splits": splits, "may_begin": may_begin}
             outcome = self._loads.bring_up(state, start=start, **options)
-            self._num_loads[state.request_id] += self._writes.num_rounds - num_rounds
+            self._charge_copies(state)
         if outcome is TierLookup.SPLIT and not self._split(state, start=start, admits=admits):
             return self._ask(state, start=start, admits=admits, splits=False)
         comes = outcome is TierLookup.HIT_PENDING
@@ -154,6 +159,14 @@ class KVWaits:
         elif not comes and state.status is RequestStatus.WAITING_FOR_KV:
             self._table.kv_arrived(state)
         return outcome
+
+    def _charge_copies(self, state: RequestState) -> None:
+        """Count as a load that copies have ended, and that others have what became free."""
+        if self._loads.awaits_copies:
+            now = self._writes.num_given_back, self._writes.num_free
+            before = self._copies_seen.get(state.request_id, now)
+            self._num_loads[state.request_id] += now[0] > before[0] and now[1] <= before[1]
+            self._copies_seen[state.request_id] = now
 
     # -- what is loaded for no request
 
@@ -172,7 +185,7 @@ class KVWaits:
     @property
     def _awaits_blocks(self) -> bool:
         """Whether such a load gives back its blocks, or evicted ones are being saved."""
-        return self._writes.num_leaving > 0 or (self._hot is not None and self._hot.holds_blocks)
+        return self._loads.awaits_copies or (self._hot is not None and self._hot.holds_blocks)
 
     # -- tails
 

@@ -327,3 +327,21 @@ def test_what_is_not_simulated_is_refused() -> None:
         config = resolve([given_layer({"kv.num_blocks": 100, "kv.host_gb": 1.0, **changed})]).config
         with pytest.raises(ConfigError, match="not simulated"):
             build_engine(config, configured_backend(cost_model(), config, ManualClock()))
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_a_host_tier_of_the_size_of_the_pool_pays_with_write_back(write_policy: str) -> None:
+    """Four prompts of 64 blocks in turns, of which the pool holds two beside the watermark, three with it."""
+    config = configured(kv__write_policy=write_policy, kv__host_gb=200 * 2 / 1024)
+    engine = build_engine(config, configured_backend(cost_model(), config, ManualClock()))
+    for number in range(12):
+        engine.add(ask(f"r{number}", 1024, 16, engine.clock.now(), first=2000 * (number % 4)))
+        while engine.has_work():
+            engine.step()
+            engine.check()
+    [tier], evicted = engine.diagnostics().tiers, engine.kv.allocator.num_evicted
+    if write_policy == "write_through":
+        assert tier.loaded < 64
+    else:
+        assert evicted.keys() == {"ahead"}
+        assert tier.loaded > 4 * 63

@@ -113,7 +113,8 @@ class BlockAllocator:
 
     Without a quota the eviction policy chooses the blocks; with a quota, the quota names the accounts that
     lose blocks, and the policy chooses among the blocks of each. `num_evicted`: evicted blocks by cause.
-    `num_leaving`: evicted blocks that are read before they are free.
+    `num_leaving`: evicted blocks that are read before they are free; `num_given_back`: how often such became
+    free.
     `num_changes` counts the times that cached blocks may have gone.
     """
 
@@ -140,7 +141,7 @@ class BlockAllocator:
         self._leaving: dict[
             int, list[tuple[BlockIds, Account]]
         ] = {}  # the same, until tiers have copied them
-        self.num_leaving = 0
+        self.num_leaving = self.num_given_back = 0
 
     @property
     def evictor(self) -> Evictor:
@@ -234,23 +235,30 @@ class BlockAllocator:
         accounts that would lose them if a newcomer asked.
         """
         self.num_changes += 1
-        self._in_need, parts, paths = None, list[tuple[BlockIds, Account]](), list[EvictedPath]()
+        number, paths = self.num_changes, list[EvictedPath]()
+        self._in_need, parts = None, self._leaving.setdefault(number, [])
         asked: list[tuple[Account | None, int]] = [(None, num_blocks)]
         if self.quota is not None:
-            asked = [*(self.quota.reclaim(NO_ACCOUNT, num_blocks, self._evictable()) or {}).items()]
-        for account, count in asked:
-            evicted, found = self.index.evict_paths(count, account)
-            parts.append((evicted, account or NO_ACCOUNT))
-            paths += found
-        total = sum(len(block_ids) for block_ids, _ in parts)
-        self._count_evicted(total, "saved")
-        self.num_leaving += total
-        number = self.num_changes
-        self._leaving[number] = parts
+            evictable, given = self._evictable(), None
+            while num_blocks and not given:  # where guarantees spare some, fewer
+                given = self.quota.reclaim(NO_ACCOUNT, num_blocks, evictable)
+                num_blocks //= 2
+            asked = [*(given or {}).items()]
+        try:
+            for account, count in asked:
+                evicted, found = self.index.evict_paths(count, account)
+                parts.append((evicted, account or NO_ACCOUNT))
+                self._count_evicted(len(evicted), "ahead")
+                self.num_leaving += len(evicted)
+                paths += found
+        except Exception:
+            self._give_back(number)
+            raise
         return paths, partial(self._give_back, number)
 
     def _give_back(self, number: int) -> None:
         self.num_changes += 1
+        self.num_given_back += 1
         for block_ids, account in self._leaving.pop(number):
             self.num_leaving -= len(block_ids)
             self.pool.take_back(INDEX_OWNER, block_ids, account)

@@ -29,6 +29,8 @@ class TierLoads:
     ) -> None:
         self._tiers, self._writes, self._index, self._tables = writes.tiers, writes, index, tables
         self._quotes, self._quota, self._namespace_of = quotes, quota, namespace_of
+        self.awaits_copies = False
+        """Whether the last `bring_up` found that copies have to end before a load can begin."""
 
     def bring_up(
         self, state: RequestState, *, start: bool, admits: bool, splits: bool = False, may_begin: bool = True
@@ -40,8 +42,9 @@ class TierLoads:
         `may_begin` RETRY stands for every load that would begin.
 
         With write-back, blocks that have to make room are saved first. RETRY then also means that they are
-        being copied (`TierWrites.num_leaving`).
+        being copied (`awaits_copies`).
         """
+        self.awaits_copies = False
         left = self._quotes.left_beside(state) if splits or not admits else 0
         name, tokens, namespace, max_tokens, payer = self._path_of(state)
         request = partial(
@@ -51,12 +54,16 @@ class TierLoads:
         has_room = may_begin and (admits or left >= 0)
         if not (has_room and self._writes.is_write_back):
             return request(has_room=has_room)
-        cached = self._index.lookup(tokens, namespace, max_tokens).num_blocks
-        missing = max_tokens // self._index.block_size - cached
+        cached = self._index.lookup(tokens, namespace, max_tokens)
+        missing = max_tokens // self._index.block_size - cached.num_blocks
         lacks_room = self._writes.lacks_room(missing)
         outcome = request(has_room=not lacks_room)
-        if lacks_room and outcome is TierLookup.RETRY and not self._writes.make_room(missing):
-            outcome = request()  # nothing had to be copied
+        if lacks_room and outcome is TierLookup.RETRY:
+            held = self._index.pin(cached, is_use=False)
+            self.awaits_copies = self._writes.make_room(missing)
+            self._index.unpin(held, is_use=False)
+            if not self.awaits_copies:
+                return request()
         return outcome
 
     def _tail_blocks(self, left: int) -> int:
@@ -78,7 +85,7 @@ class TierLoads:
         cached, num_whole = self._index.lookup(tokens, namespace), len(tokens) // size
         wanted = self._quotes.blocks_to_admit(cached, num_whole * size - cached.num_tokens)
         has_room = wanted + len(self._tables) <= self._quotes.available_blocks()
-        has_room = has_room and not self._writes.lacks_room(wanted)
+        has_room = has_room and not self._writes.lacks_room(num_whole - cached.num_blocks)
         self._tiers.request(
             name, tokens, namespace, len(tokens), self._payer(account),
             start=False, has_room=has_room, asks=False,

@@ -415,6 +415,8 @@ class KVCacheManager:
         self._tails.remove(blocks)
         if keep:
             self.hints.released(state, ended=ended)
+        if ended and self.writes is not None:
+            self.writes.advance()
 
     # -- the cache as a whole
 

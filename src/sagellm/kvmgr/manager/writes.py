@@ -19,17 +19,16 @@ STEPS_AHEAD = 2
 MAX_FREE_SHARE = 0.25
 """Of the pool, so that a small one still caches."""
 HYSTERESIS = 1.5
-"""Where fewer blocks than the watermark are free, so many times it are made free: a step of decode takes a
-block or two, and a save of a few blocks costs as much as one of a hundred."""
+"""Below the watermark, blocks are evicted until so many times as many are free: a step of decode takes one
+or two, and a save of a few blocks costs as much as one of a hundred."""
 
 
 class TierWrites:
-    """Hands paths of the device to tiers. Called by the manager, and once in each step (`advance`).
+    """Hands paths of the device to tiers. `advance` is called in each step, and when requests have ended.
 
     `free_watermark`: with write-back, the share of the pool that is kept free, by saving and evicting what
     the eviction policy chooses; None: write-through. `step_tokens`: the most that a step computes. With
     write-back, blocks that are wanted faster than they can be copied are evicted without being saved.
-    `num_rounds` counts how often blocks were evicted here.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class TierWrites:
         )
         self.fewest_free = max(1, min(wanted, int(MAX_FREE_SHARE * total)))
         """Blocks of the watermark."""
-        self.num_rounds = 0
 
     def computed(self, blocks: RequestBlocks) -> None:
         """The prompt of a running request is whole; its path is pinned."""
@@ -67,6 +65,11 @@ class TierWrites:
     @property
     def num_free(self) -> int:
         return self._pool.num_free
+
+    @property
+    def num_given_back(self) -> int:
+        """How often copies of evicted blocks have ended."""
+        return self._allocator.num_given_back
 
     @property
     def num_leaving(self) -> int:
@@ -97,8 +100,8 @@ class TierWrites:
 
         Fewer where tiers would drop some.
         """
-        num_blocks = min(num_free - self._num_free_soon, self.tiers.num_acceptable)
+        num_evictable = self._allocator.index.num_evictable
+        num_blocks = min(num_free - self._num_free_soon, self.tiers.num_acceptable, num_evictable)
         if num_blocks > 0:
             paths, give_back = self._allocator.evict_paths(num_blocks)
             self.tiers.save_evicted(paths, give_back)
-            self.num_rounds += 1

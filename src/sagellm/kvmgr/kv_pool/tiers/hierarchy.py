@@ -110,18 +110,24 @@ class HierarchyManager:
         return self._saves.num_acceptable
 
     def save_evicted(self, paths: Iterable[EvictedPath], give_back: Callable[[], None]) -> None:
-        evicted = EvictedBlocks(give_back)
-        for tokens, namespace, block_ids, account, use in paths:
-            num_blocks, cached = len(block_ids), self._index.lookup(tokens, namespace)
-            worth = [
-                tier
-                for tier in self.tiers
-                if self._is_worth(tier, cached.num_blocks, num_blocks) or self._refuse(tier)
-            ]
-            whole = PrefixHit(num_blocks * self._index.block_size, num_blocks, tokens, namespace)
-            path = SavedPath(whole, cached, block_ids[cached.num_blocks :], evicted)
-            self._saves.offer(worth, path, account, use)
-        evicted.let_go()
+        evicted, refused = EvictedBlocks(give_back), set[Tier]()
+        try:
+            for tokens, namespace, block_ids, account, use in paths:
+                num_blocks, cached = len(block_ids), self._index.lookup(tokens, namespace)
+                slow = {
+                    tier.tier
+                    for tier in self.tiers
+                    if self.speeds.is_measured(tier.tier) and not self._is_worth(tier, 0, num_blocks)
+                }
+                refused |= slow
+                worth = [tier for tier in self.tiers if tier.tier not in slow]
+                whole = PrefixHit(num_blocks * self._index.block_size, num_blocks, tokens, namespace)
+                path = SavedPath(whole, cached, block_ids[cached.num_blocks :], evicted)
+                self._saves.offer(worth, path, account, use)
+        finally:
+            evicted.let_go()
+        for name in refused:
+            self.speeds.refused(name)
 
     # -- preempted requests
 

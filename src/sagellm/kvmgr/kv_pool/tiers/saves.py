@@ -220,7 +220,11 @@ class TierSaves:
         plan = MigrationPlan(
             data, hit.namespace, positions, Tier.HBM, _at(ids, positions), targets, ends, self.is_awaited
         )
-        move_id = self._migrator.migrate(plan)
+        try:
+            move_id = self._migrator.migrate(plan)
+        except Exception:
+            self._let_go(held)
+            raise
         blocks: BlocksByTier = {name: _at(ids, store.positions) for name, store in stores.items()}
         for name, written in blocks.items():
             self._saving[name].update(written)

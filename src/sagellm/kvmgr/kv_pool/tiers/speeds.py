@@ -31,6 +31,10 @@ class TransferSpeeds:
         """Seconds to load so many blocks."""
         return latency_s + num_blocks * self.bytes_per_block / self._bytes_per_s[tier]
 
+    def is_measured(self, tier: Tier) -> bool:
+        """Whether something was loaded from the tier."""
+        return tier in self._measured
+
     def bandwidths(self) -> Mapping[Tier, float]:
         """Bytes per second that loads from each tier are taken to reach."""
         return dict(self._bytes_per_s)
