@@ -161,7 +161,7 @@ class KVWaits:
         return outcome
 
     def _charge_copies(self, state: RequestState) -> None:
-        """Count as a load that copies have ended, and that others have what became free."""
+        """Count as a load where copies have ended and others have their blocks."""
         if self._loads.awaits_copies:
             now = self._writes.num_given_back, self._writes.num_free
             before = self._copies_seen.get(state.request_id, now)
