@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Request, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from tests.builders import fake_engine, request, run_all
+from tests.builders import check_books, fake_engine, request, run_all
 
 POLICIES = registry("policy").names()
 INDEXES = ["radix", "hashed"]
@@ -66,3 +67,16 @@ class Preempt:
             if state.request_id == self.request_id and len(state.tokens) >= self.num_tokens:
                 self.request_id = ""
                 draft.preempt(state)
+
+
+def step_until(engine: Engine, is_so: Callable[[], object]) -> dict[str, list[int]]:
+    """The tokens of each request in the steps until then."""
+    tokens: dict[str, list[int]] = {}
+    until_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < until_s
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        check_books(engine)
+        time.sleep(0.001)  # for the threads that read
+    return tokens

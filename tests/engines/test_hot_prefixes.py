@@ -19,7 +19,7 @@ from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.manager import hot_prefixes
 from sagellm.kvmgr.manager.hot_prefixes import QUIET_S, SEARCH_EVERY_S
 from tests.builders import TENANT_A, TENANT_B, check_books, expected_tokens, fake_engine, request, run_all
-from tests.engines.kv_scenes import INDEXES, NOBODY, hints, resident, serve, status
+from tests.engines.kv_scenes import INDEXES, NOBODY, hints, resident, serve, status, step_until
 
 SYSTEM, TOOLS = list(range(16)), list(range(40, 48))
 """Of four blocks and of two. The pool has 32."""
@@ -211,15 +211,7 @@ class Gated:
 
     def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
         """The tokens of each request in the steps until then."""
-        tokens: dict[str, list[int]] = {}
-        until_s = time.monotonic() + 20
-        while not is_so():
-            assert time.monotonic() < until_s
-            for output in self.engine.step():
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            check_books(self.engine)
-            time.sleep(0.001)  # for the threads that read
-        return tokens
+        return step_until(self.engine, is_so)
 
     def is_there(self, name: str) -> bool:
         return name in self.engine._request_table.states

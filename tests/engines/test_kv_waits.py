@@ -19,7 +19,7 @@ from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
-from tests.engines.kv_scenes import OLD, YOUNG, resident, serve
+from tests.engines.kv_scenes import OLD, YOUNG, resident, serve, step_until
 
 
 class Tiers:
@@ -196,15 +196,7 @@ class Gated:
 
     def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
         """The tokens of each request in the steps until then."""
-        tokens: dict[str, list[int]] = {}
-        until_s = time.monotonic() + 20
-        while not is_so():
-            assert time.monotonic() < until_s
-            for output in self.engine.step():
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            check_books(self.engine)
-            time.sleep(0.001)  # for the threads that read
-        return tokens
+        return step_until(self.engine, is_so)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])

@@ -100,7 +100,10 @@ class KVConfig(Section):
         "KV goes below the device when it is computed, or (write_back) when the device is about to evict it",
     )
     free_watermark: float = key(
-        0.05, "with write_back: share of the device's pool that is kept free for it", ge=0.0, le=0.25
+        0.05,
+        "with write_back: share of the device's pool that is kept free; at least two full steps",
+        ge=0.0,
+        le=0.25,
     )
     max_save_gb_per_s: float | None = key(
         None, "bound for saving blocks below the device (GB/s); none: no bound", gt=0.0

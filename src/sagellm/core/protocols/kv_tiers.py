@@ -375,8 +375,8 @@ class KVTiers(Protocol):
     def save_evicted(self, paths: Iterable[EvictedPath], give_back: Callable[[], None]) -> None:
         """Save paths whose ends the device has just evicted.
 
-        But those that would take longer to load than to compute. `give_back` is called once, when their
-        blocks are not read any more: at once, or in a later `poll`.
+        A tier whose loads were measured gets no path that would take longer to load than to compute.
+        `give_back` is called once, when the blocks are not read any more: at once, or in a later `poll`.
         """
 
     def hold(self, request_id: str, hit: PrefixHit, account: Account, use: Use) -> None:

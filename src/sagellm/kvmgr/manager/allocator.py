@@ -114,8 +114,7 @@ class BlockAllocator:
     Without a quota the eviction policy chooses the blocks; with a quota, the quota names the accounts that
     lose blocks, and the policy chooses among the blocks of each. `num_evicted`: evicted blocks by cause.
     `num_leaving`: evicted blocks that are read before they are free; `num_given_back`: how often such became
-    free.
-    `num_changes` counts the times that cached blocks may have gone.
+    free. `num_changes` counts the times that cached blocks may have gone.
     """
 
     def __init__(
@@ -138,9 +137,8 @@ class BlockAllocator:
         self._groups = groups
         self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
         self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
-        self._leaving: dict[
-            int, list[tuple[BlockIds, Account]]
-        ] = {}  # the same, until tiers have copied them
+        self._leaving: dict[int, list[tuple[BlockIds, Account]]] = {}
+        """The same, by round of `evict_paths`, until they have been read."""
         self.num_leaving = self.num_given_back = 0
 
     @property

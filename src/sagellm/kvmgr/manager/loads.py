@@ -60,8 +60,10 @@ class TierLoads:
         outcome = request(has_room=not lacks_room)
         if lacks_room and outcome is TierLookup.RETRY:
             held = self._index.pin(cached, is_use=False)
-            self.awaits_copies = self._writes.make_room(missing)
-            self._index.unpin(held, is_use=False)
+            try:
+                self.awaits_copies = self._writes.make_room(missing)
+            finally:
+                self._index.unpin(held, is_use=False)
             if not self.awaits_copies:
                 return request()
         return outcome

@@ -19,8 +19,8 @@ STEPS_AHEAD = 2
 MAX_FREE_SHARE = 0.25
 """Of the pool, so that a small one still caches."""
 HYSTERESIS = 1.5
-"""Below the watermark, blocks are evicted until so many times as many are free: a step of decode takes one
-or two, and a save of a few blocks costs as much as one of a hundred."""
+"""Times the watermark: so many blocks are free after blocks were evicted. Decode takes a block or two in a
+step, and a save of a few blocks costs as much as one of a hundred."""
 
 
 class TierWrites:
