@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
+from sagellm.core.protocols.kv_tiers import BlockBytes, Buffer
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.protocols.speculative import Asked, Proposal
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
@@ -21,6 +23,7 @@ from sagellm.engines.speculation import Speculation
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.tiers.disk_slab import slot_bytes
 from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from sagellm.kvmgr.kv_pool.tiers.migrator import KVMigrator
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
@@ -114,6 +117,30 @@ def split_loads(kv: KVCacheManager) -> None:
     assert isinstance(kv.tiers, HierarchyManager)
     kv.tiers._costs = PrefillCostModel(kv.block_size, seconds_per_token=1 / kv.block_size)
     kv.tiers.speeds.set_all(kv.tiers.speeds.bytes_per_block / 0.9)
+
+
+class SlowBytes:
+    """The KV blocks of a backend, read and written `seconds` late: steps are faster than copies."""
+
+    def __init__(self, device: BlockBytes, seconds: float) -> None:
+        self.bytes_per_block, self.numa_node = device.bytes_per_block, device.numa_node
+        self.lock_pages, self.follow_steps = device.lock_pages, device.follow_steps
+        self._device, self._seconds = device, seconds
+
+    def read_blocks(self, block_ids: Sequence[int], target: memoryview) -> None:
+        time.sleep(self._seconds)
+        self._device.read_blocks(block_ids, target)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
+        time.sleep(self._seconds)
+        self._device.write_blocks(block_ids, data)
+
+
+def slow_copies(kv: KVCacheManager, seconds: float) -> None:
+    """Each copy of up to `CHUNK_BYTES` between the device and a tier takes so much longer."""
+    assert isinstance(kv.tiers, HierarchyManager)
+    assert isinstance(kv.tiers._migrator, KVMigrator)
+    kv.tiers._migrator._device = SlowBytes(kv.tiers._migrator._device, seconds)
 
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:

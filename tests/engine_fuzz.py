@@ -52,6 +52,7 @@ from tests.builders import (
     expected_tokens,
     load_always,
     request,
+    slow_copies,
     split_loads,
     tiers_below,
 )
@@ -101,6 +102,8 @@ class Case:
     has_remote: bool = False
     recompute_tokens: int = 0
     splits_loads: bool = False
+    free_watermark: float | None = None
+    copy_s: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -149,10 +152,19 @@ class Case:
             return self
         disk, splits = draw.choice([0, 0, 200]), self.seed % 3 > 0
         host = draw.choice([8, 40, 200])
-        case = replace(self, host_blocks=host, disk_blocks=disk, splits_loads=splits)
+        case = replace(self, host_blocks=host, disk_blocks=disk, splits_loads=splits)._with_write_back()
         if draw.random() < 0.6:
             return case
         return replace(case, host_blocks=draw.choice([0, case.host_blocks]), has_remote=True)
+
+    def _with_write_back(self) -> Case:
+        """With write-back in half of the cases, and with copies that take longer than steps. Drawn apart."""
+        draw = random.Random(self.seed + 13)
+        return replace(
+            self,
+            free_watermark=draw.choice([None, None, 0.05, 0.25]),
+            copy_s=draw.choice([0.0, 0.0, 0.002, 0.01]),
+        )
 
     def _with_copies(self) -> Case:
         """With approximate reuse, in a third of the cases. Drawn apart, too."""
@@ -184,6 +196,9 @@ class Case:
                 "sharing_groups": self.sharing_groups,
             }
         )
+        if self.free_watermark is not None:
+            write_back = {"write_policy": "write_back", "free_watermark": self.free_watermark}
+            config = config.model_copy(update=write_back)
         tiers = None
         if self.host_blocks or self.disk_blocks or remote_url:
             block_bytes = backend.kv_bytes().bytes_per_block
@@ -203,6 +218,8 @@ class Case:
             clock=clock,
         )
         load_always(kv)
+        if self.copy_s:
+            slow_copies(kv, self.copy_s)
         if self.splits_loads:
             split_loads(kv)
         passes = make(self.preset)
@@ -350,6 +367,7 @@ class Run:
             self.engine._kv_waits.settle()
             self.seen["tails"] += self.engine._kv_waits.num_tails
             assert isinstance(self.engine.kv.tiers, HierarchyManager)
+            self.seen["evicted ahead"] += self.engine.kv.allocator.num_evicted.get("ahead", 0)
             for tier in self.engine.kv.tiers.tiers:
                 if tier.tier is not Tier.REMOTE:  # a test machine may be busier than the limit of a call
                     assert not tier.misses, f"{tier.tier}: {tier.misses}"
