@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from array import array
 from collections import Counter
@@ -328,13 +329,14 @@ class IndexMachine(RuleBasedStateMachine):
         assert freed is not None
         assert len(self.went(list(freed), "test")) == count
 
-    @rule(account=st.one_of(st.none(), accounts), count=counts)
-    def evict_paths(self, account: Account | None, count: int) -> None:
+    @rule(account=st.one_of(st.none(), accounts), count=counts, most=st.sampled_from((1, 8, math.inf)))
+    def evict_paths(self, account: Account | None, count: int, most: float) -> None:
         """Each block that goes is on a path that is returned, with its tokens, as all before it are."""
         twin = self.twin.copy()
         own = self.unpinned_of(account) if account else self.twin.keys() - self.held()
-        freed, paths = self.index.evict_paths(count, account, "test")
-        assert len(freed) == min(count, len(own)) or (account and len(freed) < count)
+        freed, paths = self.index.evict_paths(count, account, "test", most)
+        is_enough = sum(len(path.block_ids) for path in paths) >= most
+        assert len(freed) == min(count, len(own)) or (account and len(freed) < count) or is_enough
         gone = self.went(list(freed), "test")
         told = [prefixes(path.tokens.tolist(), path.namespace) for path in paths]
         for path, whole in zip(paths, told, strict=True):
@@ -537,6 +539,20 @@ def test_what_has_ended_is_not_among_the_evicted_paths(name: str) -> None:
     assert sorted(path.tokens.tolist() for path in paths) == [[1, 1, 2, 2], [3, 3]]
     assert [list(path.block_ids) for path in paths if len(path.block_ids) > 1] == [[0, 2]]
     assert index.evict_paths(9) == (array("i"), [])
+
+
+@each_index
+def test_short_branches_of_a_long_prefix_are_not_evicted_all_at_once(name: str) -> None:
+    """A path for each would have to be read from its first token on."""
+    index = filled(name, *([0, 0] * 50 + [branch, branch] for branch in range(1, 41)))
+    freed, paths = index.evict_paths(40, max_path_blocks=300)
+    assert (len(freed), len(paths)) == (12, 12), "four, then eight"
+    assert sum(len(path.block_ids) for path in paths) == 12 * 51
+    freed, paths = index.evict_paths(40)
+    assert len(freed) == 40
+    alone = filled(name, [0, 0] * 50)
+    freed, paths = alone.evict_paths(40, max_path_blocks=60)
+    assert (len(freed), [len(path.block_ids) for path in paths]) == (40, [50]), "one path is noted once"
 
 
 class Strict(LRUPolicy):

@@ -390,12 +390,18 @@ class PrefixReuseIndex(Protocol):
         if there are fewer."""
 
     def evict_paths(
-        self, num_blocks: int, account: Account | None = None, cause: str = ...
+        self,
+        num_blocks: int,
+        account: Account | None = None,
+        cause: str = ...,
+        max_path_blocks: float = ...,
     ) -> tuple[BlockIds, Sequence[EvictedPath]]:
         """Evict at most `num_blocks` blocks, and say what was in them.
 
         Of one account or of all. Returns the blocks, and each path that had its end in them; none whose
         session has ended or whose history was edited (`Hint`). A path that is a part of another is left out.
+        Fewer blocks go where the paths have more than about `max_path_blocks` together: short branches of a
+        long prefix, each of which is a path of its own.
         """
 
     def evict_tail(self, hit: PrefixHit, num_blocks: int, cause: str = "capacity") -> BlockIds:

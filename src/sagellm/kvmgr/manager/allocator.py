@@ -22,6 +22,8 @@ from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 
 MAX_EXTRA, BLOCKS_PER_EXTRA = 32, 1024
 """Blocks evicted together: one per 1,024 of the pool, at most 32; so 0.1 % of the cache may go early."""
+MAX_PATH_BLOCKS = 1 << 14
+"""In the paths that `evict_paths` returns, or some more: the step looks up each path in every tier."""
 
 
 class BlockStates(NamedTuple):
@@ -229,8 +231,8 @@ class BlockAllocator:
     def evict_paths(self, num_blocks: int) -> tuple[list[EvictedPath], Callable[[], None]]:
         """Evict blocks that are read before they are free.
 
-        Returns their paths, and what gives them back to the pool. At most `num_blocks`; with a quota, of the
-        accounts that would lose them if a newcomer asked.
+        Returns their paths, and what gives them back to the pool. At most `num_blocks`, and fewer where their
+        paths are long; with a quota, of the accounts that would lose them if a newcomer asked.
         """
         self.num_changes += 1
         number, paths = self.num_changes, list[EvictedPath]()
@@ -242,9 +244,13 @@ class BlockAllocator:
                 given = self.quota.reclaim(NO_ACCOUNT, num_blocks, evictable)
                 num_blocks //= 2
             asked = [*(given or {}).items()]
+        left = MAX_PATH_BLOCKS
         try:
             for account, count in asked:
-                evicted, found = self.index.evict_paths(count, account)
+                if left <= 0:
+                    break
+                evicted, found = self.index.evict_paths(count, account, max_path_blocks=left)
+                left -= sum(len(path.block_ids) for path in found)
                 parts.append((evicted, account or NO_ACCOUNT))
                 self._count_evicted(len(evicted), "ahead")
                 self.num_leaving += len(evicted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, E
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 DEFAULT_NAMESPACE = Namespace()
+FIRST_PORTION = 4
+"""Blocks that `evict_paths` evicts before it looks how long their paths are; then twice as many, and on."""
 
 
 @dataclass(slots=True)
@@ -222,15 +225,26 @@ class IndexBase(ABC, Generic[ExtentType]):
         return self._evict_of(share, min(num_blocks, share.num_evictable), cause)
 
     def evict_paths(
-        self, num_blocks: int, account: Account | None = None, cause: str = "capacity"
+        self,
+        num_blocks: int,
+        account: Account | None = None,
+        cause: str = "capacity",
+        max_path_blocks: float = math.inf,
     ) -> tuple[BlockIds, Sequence[EvictedPath]]:
-        notes = self._notes = list[EvictedPath]()
+        notes, freed = list[EvictedPath](), array("i")
+        self._notes, portion = notes, FIRST_PORTION
         try:
-            if account is not None:
-                return self.evict_from(account, num_blocks, cause), notes
-            freed = self.evict(min(num_blocks, self.num_evictable), cause)
-            assert freed is not None
-            return freed, notes
+            while True:
+                asked = min(num_blocks - len(freed), portion)
+                if account is None:
+                    part = self.evict(min(asked, self.num_evictable), cause)
+                else:
+                    part = self.evict_from(account, asked, cause)
+                assert part is not None
+                freed += part
+                if len(part) < portion or sum(len(path.block_ids) for path in notes) >= max_path_blocks:
+                    return freed, notes
+                portion *= 2
         finally:
             self._notes = None
             self._noted.clear()
