@@ -96,13 +96,13 @@ def tiers_below(
     events: EventBus | None = None,
     **kv_options: Any,
 ) -> TierSource | None:
-    """Tiers of so many blocks, the disk's in a new folder."""
+    """Tiers of so many blocks, whatever the sizes in `kv_options`; the disk's in a new folder."""
     block_bytes = backend.kv_bytes().bytes_per_block
     sizes = {"host_gb": (host_blocks, block_bytes), "disk_gb": (disk_blocks, slot_bytes(block_bytes))}
     options = {name: (count + 0.5) * size / 2**30 for name, (count, size) in sizes.items() if count}
     folder = f"{tempfile.mkdtemp()}/kv" if disk_blocks else None
     size = backend.capability().block_size
-    config = KVConfig.model_validate({"block_size": size, "dir": folder, **options, **kv_options})
+    config = KVConfig.model_validate({"block_size": size, "dir": folder, **kv_options, **options})
     return build_tiers(config, backend, clock, events)
 
 

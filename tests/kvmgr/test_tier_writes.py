@@ -19,7 +19,7 @@ def used_engine(**options: Any) -> tuple[Engine, TierWrites]:
     """64 blocks of the device, 50 of them cached by tenant `a`; nothing has been saved."""
     engine = fake_engine(
         TokenMemoryBackend(num_blocks=64, max_model_len=256), host_blocks=256, write_policy="write_back",
-        host_gb=1e-5, free_watermark=0.05, max_batched_tokens=4, **options,
+        host_gb=1.0, free_watermark=0.05, max_batched_tokens=4, **options,
     )  # fmt: skip
     for index in range(5):
         engine.add(request(f"r{index}", [index + 1] * 40, 1, namespace=Namespace(tenant="a")))
