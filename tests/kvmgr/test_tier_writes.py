@@ -9,6 +9,7 @@ import pytest
 from sagellm.core.types import Namespace
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.manager import allocator
 from sagellm.kvmgr.manager.writes import TierWrites
 from tests.builders import fake_engine, request, run_all, slow_copies
 
@@ -56,6 +57,28 @@ def test_a_load_lacks_room_until_enough_is_saved() -> None:
     assert (writes.num_free, writes.num_leaving) == (free + 8, 0)
     assert not writes.lacks_room(free + 8)
     assert not writes.make_room(free + 8), "there is room already"
+    engine.close()
+
+
+def test_room_is_made_in_parts_where_paths_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier has already is free at once, and still no more goes unsaved than has to."""
+    engine, writes = used_engine()
+    writes.make_room(64)
+    settle(engine)
+    assert writes.num_free == 64
+    for index in range(5):
+        engine.add(request(f"again {index}", [index + 1] * 40, 1, namespace=Namespace(tenant="a")))
+        run_all(engine)
+    settle(engine)
+    free = writes.num_free
+    assert free == 14
+    monkeypatch.setattr(allocator, "MAX_PATH_BLOCKS", 1)
+    num_calls = 0
+    while writes.make_room(free + 24):
+        assert writes.num_leaving == 0
+        num_calls += 1
+        assert writes.num_free == free + 4 * num_calls, "a first portion of each round"
+    assert (num_calls, writes.num_free) == (5, free + 24)
     engine.close()
 
 

@@ -30,7 +30,7 @@ class TierLoads:
         self._tiers, self._writes, self._index, self._tables = writes.tiers, writes, index, tables
         self._quotes, self._quota, self._namespace_of = quotes, quota, namespace_of
         self.awaits_copies = False
-        """Whether the last `bring_up` found that copies have to end before a load can begin."""
+        """Whether the last `bring_up` found that blocks have to be saved before a load can begin."""
 
     def bring_up(
         self, state: RequestState, *, start: bool, admits: bool, splits: bool = False, may_begin: bool = True
@@ -41,8 +41,8 @@ class TierLoads:
         beside a block for each running request. `splits`: SPLIT says that `bring_up_tail` is faster. Without
         `may_begin` RETRY stands for every load that would begin.
 
-        With write-back, blocks that have to make room are saved first. RETRY then also means that they are
-        being copied (`awaits_copies`).
+        With write-back, blocks that have to make room are saved first. RETRY then also means that this takes
+        longer (`awaits_copies`).
         """
         self.awaits_copies = False
         left = self._quotes.left_beside(state) if splits or not admits else 0

@@ -82,12 +82,13 @@ class TierWrites:
         return self.is_write_back and self._pool.num_free < num_blocks <= can_have
 
     def make_room(self, num_blocks: int) -> bool:
-        """Save and evict until so many are free.
+        """Save and evict until so many are free, as far as one step may.
 
-        Returns whether copies have to end before they are.
+        Returns whether more will be free: when copies have ended, or after the next call.
         """
+        before = self._pool.num_free
         self._save_and_evict(num_blocks)
-        return self.num_leaving > 0
+        return self.num_leaving > 0 or before < self._pool.num_free < num_blocks
 
     # -- inside
 
@@ -98,7 +99,7 @@ class TierWrites:
     def _save_and_evict(self, num_free: int) -> None:
         """Save and evict until so many are free, or will be.
 
-        Fewer where tiers would drop some.
+        Fewer where tiers would drop some, or paths are long (`BlockAllocator.evict_paths`).
         """
         num_evictable = self._allocator.index.num_evictable
         num_blocks = min(num_free - self._num_free_soon, self.tiers.num_acceptable, num_evictable)
