@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sagellm.core.kv_hints import KVHintAction, KVHintsEnvelope
 from sagellm.core.plan import Draft
+from sagellm.core.protocols.kv_tiers import ReadOutcome
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Request, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from tests.builders import check_books, fake_engine, request, run_all
+from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
+from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
 
 POLICIES = registry("policy").names()
 INDEXES = ["radix", "hashed"]
@@ -67,6 +70,42 @@ class Preempt:
             if state.request_id == self.request_id and len(state.tokens) >= self.num_tokens:
                 self.request_id = ""
                 draft.preempt(state)
+
+
+class GatedLoads:
+    """An engine whose loads from its host tier wait at a gate.
+
+    `gate`: lets one read of the tier pass for each `release`. A read is of one block.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        assert isinstance(engine.kv.tiers, HierarchyManager)
+        self.hierarchy = engine.kv.tiers
+        self.hierarchy._migrator._blocks_per_chunk = 1  # type: ignore[attr-defined]
+        self.gate, self.num_reads = threading.Semaphore(0), 0
+        storage: Any = self.hierarchy.tiers[0].storage
+        self._read = storage.read
+        storage.read = self._wait_and_read
+
+    def _wait_and_read(
+        self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
+    ) -> Sequence[ReadOutcome]:
+        self.num_reads += 1
+        assert self.gate.acquire(timeout=20)
+        outcomes: Sequence[ReadOutcome] = self._read(slots, token_hashes, target)
+        return outcomes
+
+    def open(self) -> None:
+        self.gate.release(1000)
+
+    def expected(self, prompt: Iterable[int], max_tokens: int) -> list[int]:
+        assert isinstance(self.engine.backend, TokenMemoryBackend)
+        return expected_tokens(self.engine.backend, prompt, max_tokens)
+
+    def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
+        """The tokens of each request in the steps until then."""
+        return step_until(self.engine, is_so)
 
 
 def step_until(engine: Engine, is_so: Callable[[], object]) -> dict[str, list[int]]:

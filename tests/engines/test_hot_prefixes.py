@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from sagellm.core.clock import ManualClock
-from sagellm.core.protocols.kv_tiers import ReadOutcome
 from sagellm.core.types import RequestStatus, Tokens
 from sagellm.engines import engine as engine_module
 from sagellm.engines.engine import Engine
@@ -19,7 +18,7 @@ from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.manager import hot_prefixes
 from sagellm.kvmgr.manager.hot_prefixes import QUIET_S, SEARCH_EVERY_S
 from tests.builders import TENANT_A, TENANT_B, check_books, expected_tokens, fake_engine, request, run_all
-from tests.engines.kv_scenes import INDEXES, NOBODY, hints, resident, serve, status, step_until
+from tests.engines.kv_scenes import INDEXES, NOBODY, GatedLoads, hints, resident, serve, status
 
 SYSTEM, TOOLS = list(range(16)), list(range(40, 48))
 """Of four blocks and of two. The pool has 32."""
@@ -183,46 +182,23 @@ def test_a_block_that_does_not_verify_ends_its_prefix_alone() -> None:
 # -- giving way
 
 
-class Gated:
-    """An engine whose loads stop at a gate. With `begins` the prefix SYSTEM is on its way up."""
+class Gated(GatedLoads):
+    """With `begins` the prefix SYSTEM is on its way up."""
 
     def __init__(self, *prompts: Sequence[int], overlap: bool = False, begins: bool = True) -> None:
         systems = [[*SYSTEM, *own(number)] for number in range(3)]
-        self.engine = stored(*systems, *prompts, overlap=overlap)
-        assert isinstance(self.engine.kv.tiers, HierarchyManager)
-        self.hierarchy = self.engine.kv.tiers
-        self.hierarchy._migrator._blocks_per_chunk = 1  # type: ignore[attr-defined]
-        self.gate, self.num_reads = threading.Semaphore(0), 0
-        storage: Any = self.hierarchy.tiers[0].storage
-        self._read = storage.read
-        storage.read = self._wait_and_read
+        super().__init__(stored(*systems, *prompts, overlap=overlap))
         assert isinstance(self.engine.clock, ManualClock)
         self.engine.clock.advance(QUIET_S)
         if begins:
             self.step_until(lambda: self.num_reads)
 
-    def _wait_and_read(
-        self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
-    ) -> Sequence[ReadOutcome]:
-        self.num_reads += 1
-        assert self.gate.acquire(timeout=20)
-        outcomes: Sequence[ReadOutcome] = self._read(slots, token_hashes, target)
-        return outcomes
-
-    def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
-        """The tokens of each request in the steps until then."""
-        return step_until(self.engine, is_so)
-
     def is_there(self, name: str) -> bool:
         return name in self.engine._request_table.states
 
-    def expected(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        backend: Any = self.engine.backend
-        return expected_tokens(backend, prompt, max_tokens)
-
     def end(self) -> dict[str, list[int]]:
         """Open the gate; the tokens of all requests until all have ended."""
-        self.gate.release(1000)
+        self.open()
         return run_all(self.engine)
 
 
@@ -302,7 +278,7 @@ def test_what_a_client_expects_comes_first() -> None:
 @pytest.mark.parametrize("tiers", [False, True])
 def test_clearing_the_cache_in_the_middle(tiers: bool) -> None:
     gated = Gated()
-    gated.gate.release(1000)
+    gated.open()
     gated.engine.clear_cache(tiers=tiers)
     check_books(gated.engine)
     run_all(gated.engine)
@@ -312,7 +288,7 @@ def test_clearing_the_cache_in_the_middle(tiers: bool) -> None:
 
 def test_compaction_in_the_middle() -> None:
     gated = Gated()
-    gated.gate.release(1000)
+    gated.open()
     gated.engine.compact()
     check_books(gated.engine)
     run_all(gated.engine)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.kv_tiers import ReadOutcome, TierLookup
+from sagellm.core.protocols.kv_tiers import TierLookup
 from sagellm.core.types import RequestStatus
 from sagellm.engines import kv_waits
 from sagellm.engines.kv_waits import MOST_LOADED_BLOCKS, KVWaits
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.kv_pool.tiers.hierarchy import HierarchyManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
-from tests.engines.kv_scenes import OLD, YOUNG, resident, serve, step_until
+from tests.engines.kv_scenes import OLD, YOUNG, GatedLoads, resident, serve
 
 
 class Tiers:
@@ -158,45 +156,18 @@ def test_what_the_manager_answers() -> None:
 # -- an engine
 
 
-class Gated:
-    """An engine with the prompt OLD in its host tier alone, whose loads wait at a gate.
-
-    `gate`: lets one read of the tier pass for each `release`. A read is of one block.
-    """
+class Gated(GatedLoads):
+    """It has the prompt OLD in its host tier alone."""
 
     def __init__(self, max_num_seqs: int, *, overlap: bool) -> None:
         self.backend = TokenMemoryBackend(num_blocks=16, max_num_seqs=max_num_seqs)
-        self.engine = fake_engine(self.backend, eviction="lru", host_blocks=60, overlap=overlap)
-        serve(self.engine, request("old", OLD, 1), request("filler", range(36, 97), 1))
-        assert resident(self.engine, OLD) == 0
-        assert isinstance(self.engine.kv.tiers, HierarchyManager)
-        self.hierarchy = self.engine.kv.tiers
-        self.hierarchy._migrator._blocks_per_chunk = 1  # type: ignore[attr-defined]
-        self.gate, self.num_reads = threading.Semaphore(0), 0
-        storage: Any = self.hierarchy.tiers[0].storage
-        self._read = storage.read
-        storage.read = self._wait_and_read
-
-    def _wait_and_read(
-        self, slots: Sequence[int], token_hashes: Sequence[bytes], target: memoryview
-    ) -> Sequence[ReadOutcome]:
-        self.num_reads += 1
-        assert self.gate.acquire(timeout=20)
-        outcomes: Sequence[ReadOutcome] = self._read(slots, token_hashes, target)
-        return outcomes
-
-    def open(self) -> None:
-        self.gate.release(1000)
+        engine = fake_engine(self.backend, eviction="lru", host_blocks=60, overlap=overlap)
+        serve(engine, request("old", OLD, 1), request("filler", range(36, 97), 1))
+        assert resident(engine, OLD) == 0
+        super().__init__(engine)
 
     def state(self, request_id: str) -> RequestState:
         return self.engine._request_table.states[request_id]
-
-    def expected(self, prompt: range, max_tokens: int) -> list[int]:
-        return expected_tokens(self.backend, prompt, max_tokens)
-
-    def step_until(self, is_so: Callable[[], object]) -> dict[str, list[int]]:
-        """The tokens of each request in the steps until then."""
-        return step_until(self.engine, is_so)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
