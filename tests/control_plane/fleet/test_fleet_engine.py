@@ -74,7 +74,7 @@ def test_an_instance_that_is_started_again_serves_again(scene: Scene) -> None:
 
 def test_requests_wait_for_an_instance_and_then_fail_with_the_reason(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 1, policy=FleetPolicy(patience_s=0.3))
-    scene.front.add(request("r", PROMPT, 20))
+    scene.front.add(request("r", PROMPT, 1000))
     scene.until(lambda: len(scene.tokens.get("r", ())) > 3)
     scene.kill("i-0")
     scene.finish()
@@ -88,7 +88,7 @@ def test_requests_wait_for_an_instance_and_then_fail_with_the_reason(tmp_path: P
 
 def test_a_request_is_not_tried_for_ever(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 2, policy=FleetPolicy(max_retries=0))
-    scene.front.add(request("r", PROMPT, 20))
+    scene.front.add(request("r", PROMPT, 1000))
     scene.until(lambda: "r" in scene.tokens)
     scene.kill(scene.router.placed[0])
     scene.finish()
